@@ -1,0 +1,5 @@
+"""Models: what a config names becomes a Hugging Face folder on this machine."""
+
+from rolegraph.models.config import ModelConfig
+
+__all__ = ["ModelConfig"]
