@@ -1,0 +1,84 @@
+"""Settings of the vLLM rollout role. Light: composing and planning a config imports no engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VLLMRolloutConfig:
+    """One engine a replica, on `gpus / replicas` devices or `cpus` cores each."""
+
+    replicas: int | None = None
+    """Engines; each is one actor. Null: derived from `gpus`, or 1."""
+    ranks: int | None = None
+    """Another word for `replicas`; given both, they must agree."""
+    gpus: int | None = None
+    """Devices of all replicas together. 0 on a CPU."""
+    cpus: float | None = None
+    """Cores a replica on a CPU; fractions allowed. Null: derived from the plan."""
+
+    model: str | None = None
+    """Hugging Face folder or name; null: the policy's."""
+    tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    """Only 1: several engines are several `replicas`, fed by one queue."""
+    dtype: DType = "auto"
+    """auto: bfloat16 where the device computes in it, else float32 (a CPU without AVX512-BF16 or AMX)."""
+    max_model_len: int | None = None
+    """Tokens of prompt and response together. Null: `data.max_length + algorithm.max_completion_length`."""
+    max_num_seqs: int = 256
+    """Samples an engine advances at once; more wait inside it."""
+    gpu_memory_utilization: float | None = None
+    """Share of a GPU the engine may take. Null: derived from the plan (0.9 alone, less where roles share the device)."""
+    kv_cache_bytes: int | None = None
+    """Size of the KV cache. Null: by `gpu_memory_utilization` on a GPU, room for all running samples on a CPU."""
+    enforce_eager: bool | None = None
+    """Run without CUDA graphs or compilation. Null: true on a CPU."""
+    enable_prefix_caching: bool = True
+    """Compute a prompt once for its n samples; the cache is dropped at every weight sync."""
+    seed: int | None = None
+    """Seed of draws without a seed of their own. Null: the run's."""
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further fields of vLLM's EngineArgs, checked against them when the engine starts."""
+
+    def __post_init__(self) -> None:
+        if self.data_parallel_size != 1:
+            raise ValueError(
+                f"data_parallel_size={self.data_parallel_size}: an engine of this role is never data parallel; "
+                f"set replicas={self.data_parallel_size} instead"
+            )
+        if self.replicas is not None and self.ranks is not None and self.replicas != self.ranks:
+            raise ValueError(f"replicas={self.replicas} and ranks={self.ranks} name the same number; give one")
+        for name in ("tensor_parallel_size", "max_num_seqs", "replicas", "ranks", "max_model_len", "kv_cache_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: must be at least 1")
+        share = self.gpu_memory_utilization
+        if share is not None and not 0 < share <= 1:
+            raise ValueError(f"gpu_memory_utilization={share}: a share of the device, above 0 and at most 1")
+        if owned := sorted(_OWNED.keys() & self.engine_kwargs.keys()):
+            raise ValueError("; ".join(f"engine_kwargs.{key}: {_OWNED[key]}" for key in owned))
+
+
+_OWNED = {
+    "model": "set `model` of the role",
+    "tokenizer": "the role reads the tokenizer of its model",
+    "tensor_parallel_size": "set `tensor_parallel_size` of the role",
+    "data_parallel_size": "set `replicas` of the role",
+    "dtype": "set `dtype` of the role",
+    "max_model_len": "set `max_model_len` of the role",
+    "max_num_seqs": "set `max_num_seqs` of the role",
+    "gpu_memory_utilization": "set `gpu_memory_utilization` of the role",
+    "kv_cache_memory_bytes": "set `kv_cache_bytes` of the role",
+    "enforce_eager": "set `enforce_eager` of the role",
+    "enable_prefix_caching": "set `enable_prefix_caching` of the role",
+    "seed": "set `seed` of the role",
+    "logprobs_mode": "the role needs logprobs at the sampling temperature",
+    "weight_transfer_config": "the role's weight sync sets it",
+    "worker_extension_cls": "the role's weight sync sets it",
+}
+"""Engine arguments with a field above, or that the role relies on, and what to do instead."""
