@@ -1,0 +1,193 @@
+"""The types of the whole role graph on one page: what each role can be asked, and nothing about how it does it.
+
+A driver program holds a group of actors under one of these types and awaits its endpoints. Concrete classes live in
+`roles/`; users subclass those, or these for a backend of their own. Every per-token column obeys one alignment rule:
+entry i is about response token i given everything before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rolegraph.batch import Batch
+from rolegraph.role import Role, endpoint
+
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How a rollout draws tokens; the names are those of vLLM."""
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps the whole vocabulary."""
+    min_p: float = 0.0
+    max_tokens: int = 256
+    stop_token_ids: tuple[int, ...] = ()
+    """Ids that end a response, beside the end-of-sequence ids of the model."""
+    ignore_eos: bool = False
+    seed: int | None = None
+    """Base of the per-sample seeds: one value names the same draws on every machine; null draws freely."""
+    step: int = 0
+    """The generation step, part of every sample's seed, written to the `step` column."""
+
+
+@dataclass(frozen=True)
+class LossSpec:
+    """A loss as the config names it: an import path and its keyword arguments (plain values only)."""
+
+    target: str
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One weight as it travels from trainer to engine, under its Hugging Face name."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class TransferGroup:
+    """Where the ranks of one weight-sync process group meet.
+
+    The sending rank is 0; replica r's workers follow, `offsets[r]` being the rank of its first.
+    """
+
+    backend: str
+    """gloo, nccl or ipc."""
+    host: str
+    port: int
+    world_size: int
+    offsets: tuple[int, ...]
+    timeout_s: float
+
+
+def first_rank(results: Sequence[Metrics]) -> Metrics:
+    """Keep rank 0's metrics: train ranks reduce theirs over the whole group before they return."""
+    return results[0]
+
+
+class TrainRole(Role):
+    """A policy under training: SPMD ranks that hold shards of one model."""
+
+    @endpoint(dispatch="dp", collect=first_rank, cost="length")
+    def step(
+        self,
+        batch: Batch,
+        *,
+        loss: LossSpec,
+        temperature: float = 1.0,
+        lr: float | None = None,
+    ) -> Metrics:
+        """Take one optimizer step on the global batch; `lr` overrides the schedule for this step.
+
+        Metrics are global (reduced over ranks): those of the loss, and grad_norm, lr, tokens, rows.
+        """
+        raise NotImplementedError
+
+    @endpoint(dispatch="dp", cost="length")
+    def logprobs(self, batch: Batch, *, temperature: float = 1.0, reference: bool = False) -> Batch:
+        """Score the responses; returns a batch of the same rows with one new column.
+
+        The column is `logprobs`, or `ref_logprobs` from the reference weights. Natural log, at `temperature`.
+        """
+        raise NotImplementedError
+
+    @endpoint()
+    def reset_optimizer(self) -> None:
+        """Forget optimizer moments and start the learning-rate schedule over (between a warm start and RL)."""
+        raise NotImplementedError
+
+    @endpoint()
+    def save_reference(self) -> None:
+        """Make the weights of now the reference weights."""
+        raise NotImplementedError
+
+    @endpoint()
+    def export_hf(self, path: str) -> None:
+        """Write a Hugging Face folder: weights, config and tokenizer."""
+        raise NotImplementedError
+
+    @endpoint(execute="first")
+    def rendezvous(self) -> tuple[str, int]:
+        """Host and a free port of the rank that sends weights."""
+        raise NotImplementedError
+
+    @endpoint(execute="first")
+    def weight_manifest(self) -> list[TensorInfo]:
+        """Every tensor `send_weights` will send, in order."""
+        raise NotImplementedError
+
+    @endpoint()
+    def connect_weights(self, group: TransferGroup) -> None:
+        """Rank 0 joins the transfer group as its rank 0; the other ranks do nothing."""
+        raise NotImplementedError
+
+    @endpoint()
+    def send_weights(self, bucket_bytes: int) -> float:
+        """Gather each weight over the model-parallel ranks and broadcast it from rank 0; returns seconds."""
+        raise NotImplementedError
+
+    @endpoint()
+    def disconnect_weights(self) -> None:
+        """Leave the transfer group, so that the next sync starts a fresh one."""
+        raise NotImplementedError
+
+
+class RolloutRole(Role):
+    """Engines that sample from the policy; each actor is one replica."""
+
+    @endpoint(dispatch="queue")
+    def generate(self, prompts: Batch, sampling: SamplingParams) -> Batch:
+        """Draw `sampling.n` responses a prompt; n rows a prompt row, in prompt order.
+
+        Reads `prompt_ids` and keeps the other columns. Adds repeat, step, response_ids, response_mask,
+        rollout_logprobs, finish_reason, weight_version, weight_version_last, response_length and length.
+        """
+        raise NotImplementedError
+
+    @endpoint(lane="control")
+    def abort(self) -> int:
+        """End all running requests; their rows come back with finish_reason `abort`. Returns how many."""
+        raise NotImplementedError
+
+    @endpoint()
+    def transfer_workers(self) -> int:
+        """Engine processes of this replica that receive weights."""
+        raise NotImplementedError
+
+    @endpoint()
+    def connect_weights(self, group: TransferGroup) -> None:
+        """Join the transfer group with every engine process of this replica."""
+        raise NotImplementedError
+
+    @endpoint()
+    def receive_weights(self, manifest: list[TensorInfo], bucket_bytes: int, version: int) -> float:
+        """Load the weights the trainer sends, reset the prefix cache, take `version`; returns seconds."""
+        raise NotImplementedError
+
+    @endpoint()
+    def disconnect_weights(self) -> None:
+        """Leave the transfer group."""
+        raise NotImplementedError
+
+
+class ORMRole(Role):
+    """Outcome rewards: one number a response and reward function."""
+
+    @endpoint(dispatch="queue")
+    def score(self, batch: Batch) -> Batch:
+        """Adds `rewards/NAME` (float64, null where a function gave none) a function, `reward` (their weighted sum
+
+        over the rewards that are there; null when none is), `response_text`, and `reward_faults` (int32, functions
+        that gave no reward for the row).
+        """
+        raise NotImplementedError
