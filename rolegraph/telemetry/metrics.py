@@ -1,0 +1,54 @@
+"""`metrics.jsonl`: one line a step, the record every logger, report and benchmark reads."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+TIMING_PREFIXES = ("seconds/", "speed/", "memory/", "time")
+"""Keys that depend on the machine's mood; everything else is the same for two runs with one seed."""
+
+
+def is_timing(key: str) -> bool:
+    """Whether a metric measures the machine instead of the run."""
+    return key.startswith(TIMING_PREFIXES)
+
+
+def plain(value: object) -> Any:
+    """A value as JSON can hold it: numbers stay exact, NaN and infinities become null."""
+    number = value.item() if hasattr(value, "item") else value
+    if isinstance(number, float) and not math.isfinite(number):
+        return None
+    return number
+
+
+class MetricsLog:
+    """Appends steps to `metrics.jsonl`, flushed line by line so that a killed run keeps what it had."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, step: int, metrics: Mapping[str, object]) -> None:
+        """Add one step; keys are sorted so that two runs can be compared as text."""
+        row = {"step": step} | {key: plain(metrics[key]) for key in sorted(metrics)}
+        self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All complete lines of a `metrics.jsonl`; a torn last line is left out."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows

@@ -1,0 +1,106 @@
+"""The one object a run reports to; it passes on to the log, the trackers, the display and the sample files."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rolegraph.batch import Batch
+from rolegraph.telemetry.loggers import open_trackers
+from rolegraph.telemetry.metrics import MetricsLog, plain
+from rolegraph.telemetry.progress import Progress, duration
+
+SaveSamples = Callable[[Batch, str], None]
+"""Writes a batch to a Parquet file, away from the driver."""
+
+
+class Telemetry:
+    """Metrics, phases and samples of one run.
+
+    Phases are timed by name; the seconds since the last step go out with the next one as `seconds/NAME`, and what no
+    phase covers as `seconds/other`, so that the seconds of a step always add up.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        roles: tuple[str, ...] = (),
+        loggers: Sequence[str] = (),
+        name: str = "run",
+        config: Mapping[str, Any] | None = None,
+        samples_every: int = 0,
+        save_samples: SaveSamples | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.run_dir = run_dir
+        self._clock = clock
+        self._log = MetricsLog(run_dir / "metrics.jsonl")
+        self._trackers = open_trackers(loggers, run_dir, name, config or {})
+        self.progress = Progress(roles)
+        self._samples_every, self._save_samples = samples_every, save_samples
+        self._started = self._last_step = clock()
+        self._seconds: dict[str, float] = {}
+        self._stage, self._offset, self._total = "", 0, 0
+
+    @contextmanager
+    def phase(self, name: str, *roles: str) -> Iterator[None]:
+        """Time a part of the step, and show what these roles are doing meanwhile."""
+        for role in roles:
+            self.progress.doing(role, name)
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
+            for role in roles:
+                self.progress.doing(role, "idle")
+
+    def stage(self, name: str, steps: int) -> None:
+        """Begin a part of the run (a warm start, the main loop); step numbers in the log go on over stages."""
+        self._offset, self._stage, self._total = self._total, name, self._total + steps
+        self._last_step = self._clock()
+        self._seconds = {}
+        self.progress.stage(name, steps)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record a finished step, counted from 1 within the stage."""
+        now = self._clock()
+        total = now - self._last_step
+        self._last_step = now
+        spent = {f"seconds/{name}": seconds for name, seconds in self._seconds.items()}
+        spent["seconds/other"] = max(total - sum(self._seconds.values()), 0.0)
+        spent["seconds/step"] = total
+        self._seconds = {}
+        record: dict[str, Any] = {**metrics, **spent, "time": now - self._started}
+        if "tokens" in metrics and total > 0:
+            record["speed/tokens_per_second"] = metrics["tokens"] / total
+        self._log.write(self._offset + step, {**record, "stage": self._stage})
+        numbers = {key: value for key, value in record.items() if isinstance(plain(value), int | float)}
+        for tracker in self._trackers:
+            tracker.log(self._offset + step, numbers)
+        self.progress.step(step, numbers)
+
+    def samples(self, step: int, batch: Batch) -> None:
+        """Keep this step's rows as `samples/step-N.parquet` when the config asks for this step."""
+        if self._save_samples is not None and self._samples_every and step % self._samples_every == 0:
+            self._save_samples(batch, str(self.run_dir / "samples" / f"step-{self._offset + step}.parquet"))
+
+    def event(self, text: str) -> None:
+        """Tell the person at the terminal something that stays on the screen."""
+        self.progress.say(text)
+
+    def close(self) -> None:
+        """Close files, trackers and the display."""
+        self.progress.close()
+        self._log.close()
+        for tracker in self._trackers:
+            tracker.close()
+
+    @property
+    def elapsed(self) -> str:
+        """Time since the run began, as a person says it."""
+        return duration(self._clock() - self._started)

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from rolegraph.batch import Batch
+from rolegraph.errors import ConfigError
+from rolegraph.telemetry import Telemetry, read_metrics
+from rolegraph.telemetry.loggers import open_trackers
+from rolegraph.telemetry.metrics import MetricsLog, is_timing
+from rolegraph.telemetry.progress import Progress, duration
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_seconds_of_a_step_add_up(tmp_path: Path) -> None:
+    clock = Clock()
+    telemetry = Telemetry(tmp_path, clock=clock)
+    telemetry.stage("grpo", 2)
+    with telemetry.phase("generate", "rollout"):
+        clock.now += 3.0
+    with telemetry.phase("train", "train"):
+        clock.now += 2.0
+    clock.now += 0.5
+    telemetry.step(1, {"loss": 0.25, "tokens": 110.0})
+    telemetry.close()
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert (row["seconds/generate"], row["seconds/train"], row["seconds/other"]) == (3.0, 2.0, 0.5)
+    assert row["seconds/step"] == 5.5
+    assert row["speed/tokens_per_second"] == 20.0
+    assert row["loss"] == 0.25
+
+
+def test_a_phase_that_fails_still_ends(tmp_path: Path) -> None:
+    telemetry = Telemetry(tmp_path, roles=("rollout",))
+    with pytest.raises(RuntimeError), telemetry.phase("generate", "rollout"):
+        raise RuntimeError
+    assert telemetry.progress._roles == {"rollout": "idle"}
+
+
+def test_steps_count_on_over_stages(tmp_path: Path) -> None:
+    telemetry = Telemetry(tmp_path)
+    telemetry.stage("sft", 2)
+    telemetry.step(1, {})
+    telemetry.step(2, {})
+    telemetry.stage("grpo", 1)
+    telemetry.step(1, {})
+    telemetry.close()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [(row["step"], row["stage"]) for row in rows] == [(1, "sft"), (2, "sft"), (3, "grpo")]
+
+
+def test_what_depends_on_the_clock_is_told_apart(tmp_path: Path) -> None:
+    figures = []
+    for name, pace in (("a", 1.0), ("b", 7.0)):
+        clock = Clock()
+        telemetry = Telemetry(tmp_path / name, clock=clock)
+        telemetry.stage("grpo", 1)
+        with telemetry.phase("train"):
+            clock.now += pace
+        telemetry.step(1, {"loss": 1.5, "tokens": 8.0})
+        telemetry.close()
+        (row,) = read_metrics(tmp_path / name / "metrics.jsonl")
+        figures.append({key: value for key, value in row.items() if not is_timing(key)})
+    assert figures[0] == figures[1]
+    assert set(figures[0]) == {"step", "stage", "loss", "tokens"}
+
+
+def test_metrics_stay_valid_json_and_lose_a_torn_line(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.write(1, {"kl": float("nan"), "reward": 0.1, "count": 3})
+    log.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "rew')
+    text = (tmp_path / "metrics.jsonl").read_text().splitlines()[0]
+    assert json.loads(text, parse_constant=pytest.fail) == {"step": 1, "count": 3, "kl": None, "reward": 0.1}
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
+
+
+def test_samples_are_written_every_so_many_steps(tmp_path: Path) -> None:
+    saved: list[str] = []
+    telemetry = Telemetry(tmp_path, samples_every=2, save_samples=lambda batch, path: saved.append(Path(path).name))
+    telemetry.stage("grpo", 4)
+    batch = Batch.from_columns({"uid": ["a"]})
+    for step in range(1, 5):
+        telemetry.samples(step, batch)
+    assert saved == ["step-2.parquet", "step-4.parquet"]
+
+
+def test_tensorboard_files_hold_the_numbers(tmp_path: Path) -> None:
+    (tracker,) = open_trackers(["tensorboard"], tmp_path, "run", {})
+    tracker.log(1, {"reward/mean": 0.5})
+    tracker.close()
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (scalar,) = events.Scalars("reward/mean")
+    assert (scalar.step, scalar.value) == (1, 0.5)
+
+
+def test_an_unknown_logger_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'tensorbord'.*tensorboard, wandb, trackio"):
+        open_trackers(["tensorbord"], tmp_path, "run", {})
+
+
+def test_without_a_terminal_the_progress_is_lines() -> None:
+    out = io.StringIO()
+    progress = Progress(("train",), Console(file=out, width=200))
+    progress.stage("grpo", 10)
+    progress.step(1, {"reward/mean": 0.25, "seconds/step": 1.0})
+    progress.step(2, {"reward/mean": 0.5})
+    progress.step(10, {"reward/mean": 0.75})
+    progress.close()
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "grpo: 10 steps"
+    assert lines[1].startswith("grpo 1/10  reward 0.25  s/step 1")
+    assert lines[2].startswith("grpo 10/10  reward 0.75")
+    assert len(lines) == 3
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(4.6, "4s"), (185, "3m05s"), (7800, "2h10m")])
+def test_durations_read_well(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
