@@ -70,15 +70,19 @@ class LossOutput:
     stats: Mapping[str, Stat] = field(default_factory=dict)
 
 
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 @dataclass(frozen=True)
 class Reduce:
     """Reductions over the data-parallel ranks; the defaults are those of a single rank."""
 
-    sum: Callable[[Tensor], Tensor] = staticmethod(lambda tensor: tensor)
+    sum: Callable[[Tensor], Tensor] = _same
     """Elementwise sum over ranks."""
-    max: Callable[[Tensor], Tensor] = staticmethod(lambda tensor: tensor)
+    max: Callable[[Tensor], Tensor] = _same
     """Elementwise maximum over ranks."""
-    gather: Callable[[Tensor], Tensor] = staticmethod(lambda tensor: tensor)
+    gather: Callable[[Tensor], Tensor] = _same
     """Concatenation over ranks of 1-d tensors whose lengths may differ."""
 
 

@@ -1,0 +1,1 @@
+"""Driver programs, one a file: the loop is the page."""

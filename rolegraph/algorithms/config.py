@@ -1,0 +1,199 @@
+"""What `algorithm:` in a config may say. Light imports only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Le
+
+from rolegraph.interfaces import LossSpec
+from rolegraph.losses.config import PolicyOptions, changed
+
+Estimator = Literal["grpo", "rloo", "reinforce_plus_plus"]
+Scale = Literal["group", "batch", "none"]
+
+DEFAULT_SCALE: dict[Estimator, Scale] = {"grpo": "group", "rloo": "none", "reinforce_plus_plus": "batch"}
+"""How each estimator scales its advantages when `scale_rewards` is null, as in the paper it comes from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTConfig:
+    """Cross-entropy on the dataset's responses, as the mean over the response tokens of a global batch."""
+
+    global_batch_size: Annotated[int, Ge(1)] = 32
+    """Rows an optimizer step."""
+    loss: LossSpec | None = None
+    """The loss; null: `rolegraph.losses.supervised.cross_entropy`."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the train role keeps reference weights."""
+        return False
+
+    @property
+    def needs_responses(self) -> bool:
+        """Whether every dataset row needs a response."""
+        return True
+
+    def check(self, run: object) -> Iterator[str]:
+        """Rules across fields; none here."""
+        yield from ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PTConfig(SFTConfig):
+    """Cross-entropy on raw text, every token of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmStartConfig:
+    """Supervised steps on the dataset's responses before RL begins."""
+
+    max_steps: Annotated[int, Ge(1)]
+    """Optimizer steps of the warm start."""
+    global_batch_size: Annotated[int, Ge(1)] | None = None
+    """Rows an optimizer step; null: the algorithm's."""
+    lr: Annotated[float, Gt(0)] | None = None
+    """A constant learning rate; null: the train role's schedule."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOConfig(PolicyOptions):
+    """Group-relative policy optimisation: samples a prompt, rewards, advantages, policy-gradient steps.
+
+    One generation draws `steps_per_generation * global_batch_size` samples; they are cut into `steps_per_generation`
+    optimizer steps of whole groups, gone over `num_iterations` times.
+    """
+
+    global_batch_size: Annotated[int, Ge(1)] = 64
+    """Samples an optimizer step."""
+    num_generations: Annotated[int, Ge(1)] = 8
+    """Samples a prompt: the group."""
+    steps_per_generation: Annotated[int, Ge(1)] = 1
+    """Optimizer steps the samples of one generation are cut into."""
+    num_iterations: Annotated[int, Ge(1)] = 1
+    """Times each generation is gone over."""
+
+    advantage_estimator: Estimator = "grpo"
+    scale_rewards: Scale | None = None
+    """Divide advantages by the reward's standard deviation in the group or the generation batch, or not at all. Null:
+    group for grpo, none for rloo, batch for reinforce_plus_plus."""
+    kl_in_reward: bool = False
+    """Take beta times the KL off the reward instead of adding it to the loss: off the row's reward for grpo and rloo,
+    token by token as a return for reinforce_plus_plus."""
+    overlong_filter: bool = False
+    """Leave samples cut off at `max_completion_length` out of the loss; they count in their group's statistics."""
+    dynamic_sample: bool = False
+    """Replace groups whose rewards are all equal by sampling further prompts (DAPO)."""
+    max_resample_times: Annotated[int, Ge(1)] | None = None
+    """Further sampling rounds a generation with dynamic_sample; null: 3. After them it trains on what there is."""
+
+    max_completion_length: Annotated[int, Ge(1)] = 256
+    """Tokens a response may have."""
+    temperature: Annotated[float, Gt(0)] = 1.0
+    """Of the samples, and of every logprob."""
+    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
+    top_k: Annotated[int, Ge(0)] = 0
+    """Most likely tokens to draw from; 0: all."""
+    min_p: Annotated[float, Ge(0), Le(1)] = 0.0
+
+    loss: LossSpec | None = None
+    """The loss, a class or a function by `_target_`; null: `rolegraph.losses.policy.PolicyLoss` with the options above.
+    With a loss of its own, these stay at their defaults, and what it needs is given in its node."""
+    warm_start: WarmStartConfig | None = None
+    """Supervised steps before RL; null: none."""
+
+    @property
+    def prompts_per_generation(self) -> int:
+        """Prompts sampled at a time."""
+        return self.steps_per_generation * self.global_batch_size // self.num_generations
+
+    @property
+    def steps_per_batch(self) -> int:
+        """Optimizer steps a generation is used for."""
+        return self.steps_per_generation * self.num_iterations
+
+    @property
+    def scale(self) -> Scale:
+        """`scale_rewards`, with null filled in."""
+        return self.scale_rewards or DEFAULT_SCALE[self.advantage_estimator]
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the train role keeps reference weights: a loss of its own asks by an argument `beta` above 0."""
+        return self.reference_beta > 0
+
+    @property
+    def reference_beta(self) -> float:
+        """The weight of the reference KL, wherever it is given."""
+        return float(self.loss.kwargs.get("beta") or 0.0) if self.loss else self.beta
+
+    @property
+    def needs_responses(self) -> bool:
+        """Whether every dataset row needs a response."""
+        return self.warm_start is not None
+
+    @property
+    def kl_on_rows(self) -> bool:
+        """Whether the driver takes the KL off the rewards, a number a row."""
+        return self.kl_in_reward and self.advantage_estimator != "reinforce_plus_plus"
+
+    def loss_spec(self) -> LossSpec:
+        """The loss of every optimizer step."""
+        if self.loss is not None:
+            return self.loss
+        options = {f.name: getattr(self, f.name) for f in fields(PolicyOptions) if changed(self, f.name)}
+        if self.kl_on_rows:
+            options.pop("beta")
+        elif self.kl_in_reward:
+            options["kl_returns"] = self.scale
+        if self.loss_type == "dr_grpo":
+            options["max_completion_length"] = self.max_completion_length
+        return LossSpec("rolegraph.losses.policy.PolicyLoss", options)
+
+    def check(self, run: object) -> Iterator[str]:
+        """What is wrong with these settings taken together, one sentence each."""
+        yield from self._check_batch()
+        yield from self._check_estimator()
+        yield from self.check_loss("algorithm")
+        if self.max_resample_times is not None and not self.dynamic_sample:
+            yield "algorithm.max_resample_times has no effect without dynamic_sample: set algorithm.dynamic_sample=true"
+        if self.kl_in_reward and self.beta == 0:
+            yield "algorithm.kl_in_reward=true has no effect with beta=0: set algorithm.beta above 0"
+        if self.loss is not None:
+            for name in [f.name for f in fields(PolicyOptions)] + ["kl_in_reward"]:
+                if changed(self, name):
+                    yield (
+                        f"algorithm.{name} belongs to the default loss, and algorithm.loss is {self.loss.target}: "
+                        f"give it as algorithm.loss.{name} if that takes it, or remove it"
+                    )
+
+    def _check_batch(self) -> Iterator[str]:
+        size, group = self.global_batch_size, self.num_generations
+        if rest := size % group:
+            fits = [str(value) for value in (size - rest, size - rest + group) if value]
+            divisors = [g for g in range(2, size + 1) if size % g == 0]
+            near = sorted(sorted(divisors, key=lambda g: (abs(g - group), g))[:2])
+            yield (
+                f"algorithm.global_batch_size={size} samples a step are no whole number of groups of "
+                f"num_generations={group} ({size} / {group} = {size / group:.2f}): "
+                f"set global_batch_size={' or '.join(fits)}"
+                + (f", or num_generations={' or '.join(map(str, near))}" if near else "")
+            )
+
+    def _check_estimator(self) -> Iterator[str]:
+        estimator = self.advantage_estimator
+        if self.num_generations < 2 and estimator != "reinforce_plus_plus":
+            yield (
+                f"algorithm.num_generations=1: {estimator} compares the samples of one prompt and needs at least 2 "
+                "(or advantage_estimator=reinforce_plus_plus)"
+            )
+        if self.num_generations < 2 and self.dynamic_sample:
+            yield "algorithm.dynamic_sample=true drops every group of num_generations=1 (no spread): set at least 2"
+        if estimator == "reinforce_plus_plus" and self.scale_rewards == "group":
+            yield (
+                "algorithm.scale_rewards=group: reinforce_plus_plus normalises over the whole batch; "
+                "use batch, none or null"
+            )
