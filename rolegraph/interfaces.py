@@ -94,10 +94,14 @@ class TrainRole(Role):
         raise NotImplementedError
 
     @endpoint(dispatch="dp", cost="length")
-    def logprobs(self, batch: Batch, *, temperature: float = 1.0, reference: bool = False) -> Batch:
-        """Score the responses; returns a batch of the same rows with one new column.
+    def logprobs(
+        self, batch: Batch, *, temperature: float = 1.0, reference: bool = False, entropy: bool = False
+    ) -> Batch:
+        """Score the responses; returns a batch of the same rows with new columns. Natural log, at `temperature`.
 
-        The column is `logprobs`, or `ref_logprobs` from the reference weights. Natural log, at `temperature`.
+        `logprobs` of the current weights, and with `entropy` the column of that name (nats); or, with `reference`,
+        `ref_logprobs` from the reference weights, and where the batch has `logprobs`, the light column `ref_kl`: the
+        row's sum of logprobs - ref_logprobs over the masked tokens.
         """
         raise NotImplementedError
 
