@@ -1,0 +1,1 @@
+"""Outcome rewards: one number a response and reward function."""

@@ -1,0 +1,37 @@
+"""Settings of the outcome-reward role. Light: composing and planning a config imports no verifier."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rolegraph.rewards.config import RewardConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionORMConfig:
+    """Reward functions in worker processes; the functions themselves are named in `reward`."""
+
+    replicas: int | None = None
+    """Actors, each with worker processes of its own. Null: 1."""
+    ranks: int | None = None
+    """Another word for `replicas`; given both, they must agree."""
+    gpus: int | None = None
+    """Reward functions use no device: 0 or null."""
+    cpus: float | None = None
+    """Cores a replica; fractions allowed. Null: derived from the plan."""
+    model: str | None = None
+    """Folder whose tokenizer turns response ids into text; null: the policy's."""
+    skip_special_tokens: bool = True
+    """Leave out special tokens (end of sequence, chat marks) from the text that functions see."""
+    reward: RewardConfig | None = None
+    """Null: the config's `reward`."""
+
+    def __post_init__(self) -> None:
+        if self.replicas is not None and self.ranks is not None and self.replicas != self.ranks:
+            raise ValueError(f"replicas={self.replicas} and ranks={self.ranks} name the same number; give one")
+        for name in ("replicas", "ranks"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: must be at least 1")
+        if self.gpus:
+            raise ValueError(f"gpus={self.gpus}: reward functions run on CPU cores; set cpus instead")
