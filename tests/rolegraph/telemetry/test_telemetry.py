@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -131,3 +132,23 @@ def test_without_a_terminal_the_progress_is_lines() -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(4.6, "4s"), (185, "3m05s"), (7800, "2h10m")])
 def test_durations_read_well(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_wandb_gets_the_numbers_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    (tracker,) = open_trackers(["wandb"], tmp_path, "run", {"seed": 1})
+    tracker.log(1, {"reward/mean": 0.5})
+    tracker.close()
+    (record,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    assert b"reward/mean" in record.read_bytes()
+
+
+def test_trackio_gets_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    (tracker,) = open_trackers(["trackio"], tmp_path, "run", {"seed": 1})
+    tracker.log(1, {"reward/mean": 0.5})
+    tracker.close()
+    with sqlite3.connect(tmp_path / "trackio" / "rolegraph.db") as database:
+        rows = database.execute("select step, metrics from metrics").fetchall()
+    assert [(step, json.loads(metrics)["reward/mean"]) for step, metrics in rows] == [(1, 0.5)]
