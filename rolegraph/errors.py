@@ -1,0 +1,76 @@
+"""Every error a user of rolegraph can meet, under one base class."""
+
+from __future__ import annotations
+
+
+class RoleGraphError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class ConfigError(RoleGraphError):
+    """The config cannot be run as it is; the message names the key, where it came from and what to type."""
+
+
+class PlanError(RoleGraphError):
+    """The roles do not fit on the devices; the message shows need and have."""
+
+
+class BatchError(RoleGraphError):
+    """A batch was asked for something its columns or rows cannot give."""
+
+
+class AlignmentError(BatchError):
+    """A per-token column does not have one entry a response token; the message names the row's uid."""
+
+
+class WeightSyncError(RoleGraphError):
+    """Weights did not arrive, or not in the shape that was agreed."""
+
+
+class DataError(RoleGraphError):
+    """The data source is missing, malformed or empty after filtering."""
+
+
+class RewardError(RoleGraphError):
+    """A reward function or the verifier pool cannot be used."""
+
+
+class RoleError(RoleGraphError):
+    """An endpoint failed inside an actor, or the actor died.
+
+    The message holds the actor's own first traceback once; the attributes hold the parts of the message.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        role: str = "",
+        rank: int | None = None,
+        node: str = "",
+        endpoint: str = "",
+        remote_traceback: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.role = role
+        self.rank = rank
+        self.node = node
+        self.endpoint = endpoint
+        self.remote_traceback = remote_traceback
+
+    def __str__(self) -> str:
+        rank = "" if self.rank is None else f" rank {self.rank}"
+        node = f" on {self.node}" if self.node else ""
+        endpoint = f" in {self.endpoint}()" if self.endpoint else ""
+        where = f"role {self.role}{rank}{node}{endpoint}: " if self.role else ""
+        trace = f"\n\nTraceback in the actor:\n{self.remote_traceback.rstrip()}" if self.remote_traceback else ""
+        return f"{where}{self.message}{trace}"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_role_error, (self.message, self.role, self.rank, self.node, self.endpoint, self.remote_traceback))
+
+
+def _role_error(message: str, role: str, rank: int | None, node: str, endpoint: str, trace: str) -> RoleError:
+    """Rebuild a `RoleError` from a pickle, which cannot pass keyword arguments."""
+    return RoleError(message, role=role, rank=rank, node=node, endpoint=endpoint, remote_traceback=trace)
