@@ -11,9 +11,8 @@ import inspect
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
-from rolegraph.interfaces import LossSpec
-
 if TYPE_CHECKING:
+    from rolegraph.interfaces import LossSpec
     from rolegraph.losses.types import Loss
 
 __all__ = ["resolve"]
