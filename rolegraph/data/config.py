@@ -14,8 +14,6 @@ _ONLY_FOR: dict[str, str] = {
     "task": "reasoning_gym",
     "task_config": "reasoning_gym",
 }
-NAMES = ("messages", "prompt", "response", "text")
-"""The columns of a row that loading itself reads; every other column passes through untouched."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +54,8 @@ class DataConfig:
     """Import paths of functions `row -> row | None`, applied in order; null drops the row."""
     system_prompt: str | None = None
     """Put before the messages of rows that bring no system message of their own."""
+    prompt_as: Literal["user", "text"] = "user"
+    """What a `prompt` string is: a user message for the chat template, or raw text that is tokenised as it is."""
     chat_template: str | None = None
     """A Jinja chat template, or the path of a file with one; null takes the model's own."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -90,9 +90,9 @@ class DataConfig:
             found.append("data.path must be one folder or hub name for data.source=huggingface, not a list")
         if self.source == "reasoning_gym":
             for key in ("question", "answer"):
-                text = getattr(self, f"{key}_format")
-                if "{%s}" % key not in text:
-                    found.append(f"data.{key}_format={text!r} lacks {{{key}}}, which stands for the task's {key}")
+                text, mark = getattr(self, f"{key}_format"), "{" + key + "}"
+                if mark not in text:
+                    found.append(f"data.{key}_format={text!r} lacks {mark}, which stands for the task's {key}")
         for key in ("max_length", "size"):
             if getattr(self, key) < 1:
                 found.append(f"data.{key}={getattr(self, key)} must be at least 1")

@@ -40,13 +40,9 @@ TEMPLATE = (
 )
 VOCAB_MULTIPLE = 32
 """The vocabulary is filled up with words to this multiple, so that every id a model can sample is a token."""
-WORDS = tuple(
-    f" {word}"
-    for word in (
-        "the a is to of and in that it for you answer question what with as on are this be by or not from have an "
-        "number your result"
-    ).split()
-)
+WORDS = (" the", " a", " is", " to", " of", " and", " in", " that", " it", " for", " you", " answer", " question")
+WORDS += (" what", " with", " as", " on", " are", " this", " be", " by", " or", " not", " from", " have", " number")
+WORDS += (" your", " result", " an", " if", " how", " many")
 
 
 def make(

@@ -1,0 +1,283 @@
+"""From a source to tokenised columns: the whole of loading, in one process, without Ray and without torch."""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from rolegraph.batch import Batch
+from rolegraph.columns import KNOWN_TYPES
+from rolegraph.data import rows, sources, tokenizer
+from rolegraph.data.config import DataConfig
+from rolegraph.data.columns import to_columns
+from rolegraph.data.report import BadRow, Report
+from rolegraph.data.rows import Needs, Row, Sample
+from rolegraph.data.tokenizer import ChatTokenizer
+from rolegraph.errors import DataError
+
+SHARD_ROWS = 64
+"""Rows of one object in the store: a reader of a few rows does not pull the data set."""
+_ENCODE_ROWS = 512
+
+RESERVED = frozenset(KNOWN_TYPES) | {"teacher_ids", "teacher_logprobs", "response_text"}
+"""Columns that rolegraph itself writes; a data set's column of such a name has to be renamed."""
+
+
+@dataclass
+class Encoded:
+    """One row in tokens."""
+
+    where: str
+    uid: str
+    columns: Row
+    prompt: list[int]
+    response: list[int] | None
+
+
+def build(config: DataConfig, model_path: str, needs: Needs) -> tuple[list[Batch], Report]:
+    """Read, tokenise and filter the rows; returns local shards of 64 rows, and what became of the others.
+
+    Raises:
+        DataError: the source cannot be read, a row is bad and `on_bad_row` is fail, or no row is left.
+    """
+    report = Report(source=describe(config))
+    model = tokenizer.load(model_path, template=config.chat_template, variables=config.chat_template_kwargs)
+    samples = _unique(_samples(config, needs, report), config, report)
+    fitting = _fitting(_encoded(samples, model, needs, config, report), needs, config, report)
+    kept = list(islice(fitting, config.limit))
+    report.kept = len(kept)
+    if not kept:
+        nothing = "it has no rows at all" if not report.rows else f"all {report.rows} rows were left out"
+        raise DataError("\n".join([f"no data: {nothing}", *report.lines()]))
+    return _shards(kept, needs, report), report
+
+
+def describe(config: DataConfig) -> str:
+    """The source in a few words."""
+    if config.source == "reasoning_gym":
+        return f"reasoning_gym task {config.task}"
+    return f"{config.source} {config.path if isinstance(config.path, str) else ', '.join(config.path or ())}"
+
+
+def _samples(config: DataConfig, needs: Needs, report: Report) -> Iterator[tuple[str, str, Sample]]:
+    """Place, content id and sample of every row that can be understood."""
+    preprocessors = [_function(path) for path in config.preprocessors]
+    for where, raw in sources.rows_of(config):
+        report.rows += 1
+        try:
+            if isinstance(raw, BadRow):
+                raise raw
+            row = _renamed(raw, config.columns)
+            row, changed = rows.repair(row)
+            name = rows.content_id(row)
+            for path, function in zip(config.preprocessors, preprocessors, strict=True):
+                row = _preprocess(row, path, function)
+            sample = rows.read(row, needs, system_prompt=config.system_prompt, prompt_as=config.prompt_as)
+            if config.id_column is not None:
+                name = _id(row, config.id_column)
+        except _Dropped as dropped:
+            report.drop(where, BadRow(str(dropped)))
+            continue
+        except BadRow as bad:
+            if config.on_bad_row == "fail":
+                raise DataError(f"{where}: {bad} (data.on_bad_row=skip leaves such rows out)") from bad
+            report.drop(where, bad)
+            continue
+        report.repaired["broken surrogates in the text, replaced by U+FFFD"] += changed
+        yield where, name, sample
+    report.repaired = +report.repaired
+
+
+def _renamed(row: Row, columns: dict[str, str]) -> Row:
+    if not columns:
+        return row
+    theirs = set(columns.values())
+    out = {name: value for name, value in row.items() if name not in theirs and name not in columns}
+    for ours, name in columns.items():
+        if name in row:
+            out[ours] = row[name]
+    return out
+
+
+class _Dropped(Exception):
+    """A preprocessor returned null: the row is left out as asked, which is no fault of the row."""
+
+
+def _preprocess(row: Row, path: str, function: Callable[[Row], Any]) -> Row:
+    try:
+        result = function(dict(row))
+    except Exception as error:
+        raise BadRow(f"preprocessor {path} raised {type(error).__name__}", str(error)) from error
+    if result is None:
+        raise _Dropped(f"preprocessor {path} returned null")
+    if not isinstance(result, dict):
+        raise BadRow(f"preprocessor {path} returned no row", f"but a {type(result).__name__}")
+    return result
+
+
+def _function(path: str) -> Callable[[Row], Any]:
+    module, _, name = path.rpartition(".")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise DataError(f"data.preprocessors: {path!r} cannot be imported: {error}") from error
+    if not callable(function):
+        raise DataError(f"data.preprocessors: {path!r} is a {type(function).__name__}, not a function of a row")
+    return function  # type: ignore[no-any-return]
+
+
+def _id(row: Row, column: str) -> str:
+    value = row.get(column)
+    if value is None or value == "":
+        raise BadRow(f"no id in column {column!r}", f"its columns are {', '.join(map(str, row)) or 'none'}")
+    return str(value)
+
+
+def _unique(
+    samples: Iterator[tuple[str, str, Sample]], config: DataConfig, report: Report
+) -> Iterator[tuple[str, str, Sample]]:
+    """Make uids unique, as `on_duplicate` says."""
+    first: dict[str, str] = {}
+    counts: Counter[str] = Counter()
+    for where, name, sample in samples:
+        uid = name
+        while uid in first:
+            counts[name] += 1
+            uid = f"{name}#{counts[name] + 1}"
+        if uid != name and config.on_duplicate != "keep":
+            detail = f"uid {name} was at {first[name]}"
+            if config.on_duplicate == "fail":
+                raise DataError(f"{where}: duplicate row, {detail} (data.on_duplicate=keep or drop lets it pass)")
+            report.drop(where, BadRow("duplicate", detail))
+            continue
+        first[uid] = where
+        yield where, uid, sample
+
+
+def _encoded(
+    samples: Iterator[tuple[str, str, Sample]],
+    model: ChatTokenizer,
+    needs: Needs,
+    config: DataConfig,
+    report: Report,
+) -> Iterator[Encoded]:
+    """Tokenise, many rows in one call of the library."""
+    while chunk := list(islice(samples, _ENCODE_ROWS if config.limit is None else min(_ENCODE_ROWS, config.limit))):
+        rendered = []
+        for where, uid, sample in chunk:
+            try:
+                rendered.append((where, uid, sample, *_render(sample, model, needs)))
+            except BadRow as bad:
+                if config.on_bad_row == "fail":
+                    raise DataError(f"{where}: {bad} (data.on_bad_row=skip leaves such rows out)") from bad
+                report.drop(where, bad)
+        # Raw text gets the special tokens of the tokenizer (a first token, if it has one); a template writes its own.
+        chat = iter(model.encode([r[3] for r in rendered if r[2].messages is not None], False))
+        raw = iter(model.encode([r[3] for r in rendered if r[2].messages is None], True))
+        answers = iter(model.encode([r[4] for r in rendered if r[4] is not None], False))
+        for where, uid, sample, _, answer in rendered:
+            prompt = next(raw if sample.messages is None else chat)
+            response = None if answer is None else _ended(next(answers), model.eos_ids)
+            if needs == "text":
+                # The first token is given: nothing comes before it that could predict it.
+                text = _ended(prompt, model.eos_ids)
+                prompt, response = text[:1], text[1:]
+            elif sample.messages is None and prompt and prompt[-1] in model.eos_ids:
+                prompt = prompt[:-1]
+            yield Encoded(where, uid, sample.columns, prompt, response)
+
+
+def _render(sample: Sample, model: ChatTokenizer, needs: Needs) -> tuple[str, str | None]:
+    """The text of the prompt, and that of the response where it is trained on.
+
+    The two are tokenised apart, so that a prompt has the ids here that it has in a rollout. The response is what the
+    template puts after the prompt for an assistant turn, where that begins with the prompt; else its bare text.
+    """
+    if sample.messages is None:
+        return sample.text or "", sample.response if needs == "response" else None
+    prompt = model.render(sample.messages, add_generation_prompt=True)
+    if needs != "response" or sample.response is None:
+        return prompt, None
+    turn = {"role": "assistant", "content": sample.response}
+    try:
+        whole = model.render([*sample.messages, turn], add_generation_prompt=False)
+    except BadRow:
+        whole = ""
+    return prompt, whole.removeprefix(prompt) if whole.startswith(prompt) else sample.response
+
+
+def _ended(ids: list[int], eos: Sequence[int]) -> list[int]:
+    """The ids up to the end-of-sequence that closes them (templates write a newline after it), added if missing."""
+    for position in range(len(ids) - 1, max(len(ids) - 4, -1), -1):
+        if ids[position] in eos:
+            return ids[: position + 1]
+    return [*ids, eos[0]]
+
+
+def _fitting(encoded: Iterator[Encoded], needs: Needs, config: DataConfig, report: Report) -> Iterator[Encoded]:
+    """Leave out or cut what is longer than `max_length`."""
+    for row in encoded:
+        length = len(row.prompt) + (len(row.response) if row.response is not None else 0)
+        if not row.prompt or row.response == []:
+            report.drop(row.where, BadRow("no tokens"))
+        elif length <= config.max_length:
+            yield row
+        elif config.truncation_strategy == "drop":
+            report.drop(row.where, BadRow(f"longer than max_length={config.max_length}", f"{length} tokens"))
+        elif (cut := _cut(row, needs, config.max_length)) is None:
+            detail = f"{len(row.response or ())} tokens of response"
+            report.drop(row.where, BadRow(f"response alone longer than max_length={config.max_length}", detail))
+        else:
+            report.repaired[f"cut on the left to max_length={config.max_length}"] += 1
+            yield cut
+
+
+def _cut(row: Encoded, needs: Needs, limit: int) -> Encoded | None:
+    """The row with its beginning cut off, so that `limit` tokens are left; null when no prompt token would be."""
+    if needs == "text":
+        ids = [*row.prompt, *(row.response or ())][-limit:]
+        return Encoded(row.where, row.uid, row.columns, ids[:1], ids[1:]) if limit > 1 else None
+    room = limit - len(row.response or ())
+    return Encoded(row.where, row.uid, row.columns, row.prompt[-room:], row.response) if room > 0 else None
+
+
+def _shards(kept: list[Encoded], needs: Needs, report: Report) -> list[Batch]:
+    names = dict.fromkeys(name for row in kept for name in row.columns)
+    taken = [name for name in names if name in RESERVED or name.startswith("rewards/")]
+    if taken:
+        raise DataError(
+            f"the data set has a column {taken[0]!r}, a name of rolegraph's own: rename it with "
+            f"data.columns={{dataset_{taken[0].replace('/', '_')}: {taken[0]}}}"
+            + (" (or read it as the row's id and rename it: data.id_column=dataset_uid)" if taken[0] == "uid" else "")
+        )
+    hidden = {"text"} if needs == "text" else set()  # it would travel beside its own tokens
+    values = {name: [row.columns.get(name) for row in kept] for name in names if name not in hidden}
+    columns: dict[str, pa.Array] = {
+        "uid": pa.array([row.uid for row in kept], pa.string()),
+        "prompt_ids": _ids([row.prompt for row in kept]),
+        "prompt_length": pa.array([len(row.prompt) for row in kept], pa.int32()),
+    }
+    if needs != "prompt":
+        responses = [row.response or [] for row in kept]
+        columns["response_ids"] = _ids(responses)
+        columns["response_mask"] = pa.array([[1] * len(ids) for ids in responses], pa.list_(pa.uint8()))
+        columns["response_length"] = pa.array([len(ids) for ids in responses], pa.int32())
+        lengths = [len(row.prompt) + len(row.response or ()) for row in kept]
+        columns["length"] = pa.array(lengths, pa.int32())
+    columns |= to_columns(values, report.notes)
+    table = pa.table(columns)
+    return [Batch.from_table(table.slice(start, SHARD_ROWS)) for start in range(0, len(kept), SHARD_ROWS)]
+
+
+def _ids(lists: list[list[int]]) -> pa.Array:
+    offsets = np.zeros(len(lists) + 1, np.int32)
+    np.cumsum([len(ids) for ids in lists], out=offsets[1:])
+    flat = np.concatenate([np.asarray(ids, np.int32) for ids in lists])
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))

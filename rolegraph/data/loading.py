@@ -1,0 +1,104 @@
+"""Loading a data set: in this process, or in a Ray task while the roles start."""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rolegraph.batch import Batch
+from rolegraph.data.build import build
+from rolegraph.data.config import DataConfig
+from rolegraph.data.dataset import Dataset
+from rolegraph.data.rows import Needs
+from rolegraph.errors import DataError
+
+if TYPE_CHECKING:
+    from ray import ObjectRefGenerator
+
+log = logging.getLogger(__name__)
+
+
+def load(config: DataConfig, model_path: str, needs: Needs = "prompt", *, use_ray: bool = False) -> Dataset:
+    """The tokenised rows of a source, for prompts (RL), responses (sft) or text (pt).
+
+    With `use_ray` the work is done in a Ray task on this node and its heavy columns stay in the object store.
+
+    Raises:
+        DataError: the source cannot be read, a row is bad and `on_bad_row` is fail, or no row is left.
+    """
+    if use_ray:
+        return submit(config, model_path, needs).result()
+    shards, report = build(config, model_path, needs)
+    return _dataset(Batch.concat(shards), report, config)
+
+
+def submit(config: DataConfig, model_path: str, needs: Needs = "prompt") -> Pending:
+    """Start loading in a Ray task on this node, whose files it reads; `result` waits for it."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    # No CPU is asked for: the roles' placement groups may hold all of them, and the task would wait for ever.
+    task = ray.remote(_build_task).options(num_returns="streaming", num_cpus=0, scheduling_strategy=here)
+    config = _absolute(config)
+    return Pending(task.remote(config, model_path, needs), config)
+
+
+class Pending:
+    """A data set that is being loaded by a Ray task."""
+
+    def __init__(self, stream: ObjectRefGenerator, config: DataConfig) -> None:
+        self._stream = stream
+        self._config = config
+
+    def result(self) -> Dataset:
+        """Wait for the data set; errors are those of `load`."""
+        import ray
+        from ray.exceptions import RayTaskError
+
+        shards: list[Batch] = []
+        try:
+            report = ray.get(next(self._stream))
+            while (light := next(self._stream, None)) is not None:
+                shards.append(Batch.from_parts(ray.get(light), next(self._stream)))
+        except RayTaskError as error:
+            if isinstance(error.cause, DataError):
+                raise error.cause from None
+            raise
+        return _dataset(Batch.concat(shards), report, self._config)
+
+
+def _build_task(config: DataConfig, model_path: str, needs: Needs) -> Iterator[Any]:
+    """The report, then for each shard its light part and its heavy columns, as objects that outlive this task."""
+    shards, report = build(config, model_path, needs)
+    yield report
+    for shard in shards:
+        yield from shard.to_parts()
+
+
+def _dataset(rows: Batch, report: Any, config: DataConfig) -> Dataset:
+    for line in report.lines():
+        log.info(line)
+    return Dataset(rows, report, shuffle=config.shuffle)
+
+
+def _absolute(config: DataConfig) -> DataConfig:
+    """Paths as this process means them: a task has a working directory of its own."""
+
+    def absolute(name: str) -> str:
+        path = Path(name).expanduser()
+        local = path.exists() or config.source in ("jsonl", "parquet") or bool(glob.glob(name))
+        return str(path.absolute()) if local else name
+
+    changes: dict[str, Any] = {}
+    if isinstance(config.path, str):
+        changes["path"] = absolute(config.path)
+    elif config.path:
+        changes["path"] = tuple(absolute(name) for name in config.path)
+    if config.chat_template and "{" not in config.chat_template:
+        changes["chat_template"] = str(Path(config.chat_template).expanduser().absolute())
+    return dataclasses.replace(config, **changes)

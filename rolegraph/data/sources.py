@@ -1,0 +1,147 @@
+"""Where rows come from. A source yields every row with its place, and a `BadRow` in place of a row it cannot read."""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rolegraph.data.config import DataConfig
+from rolegraph.data.report import BadRow
+from rolegraph.data.rows import Row
+from rolegraph.errors import DataError
+
+Place = str
+Item = tuple[Place, Row | BadRow]
+
+
+def rows_of(config: DataConfig) -> Iterator[Item]:
+    """The rows of the configured source, in its order, each with the place to name in a report (`file:line`).
+
+    Raises:
+        DataError: the source is not there, or not what its kind says.
+    """
+    problems = config.problems()
+    if problems:
+        raise DataError("; ".join(problems))
+    assert config.source is not None
+    return _SOURCES[config.source](config)
+
+
+def _jsonl(config: DataConfig) -> Iterator[Item]:
+    for file in files(config.path, (".jsonl", ".jsonl.gz", ".json", ".ndjson")):
+        opener: Callable[[Path], Any] = gzip.open if file.suffix == ".gz" else (lambda path: path.open("rb"))
+        with opener(file) as lines:
+            try:
+                for number, line in enumerate(lines, 1):
+                    # Only \n ends a line (U+2028 and friends are text), so lines are read as bytes.
+                    text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+                    if text.strip():
+                        yield f"{file}:{number}", _parse(text)
+            except (OSError, EOFError) as error:
+                raise DataError(f"{file} cannot be read: {error}") from error
+
+
+def _parse(line: bytes) -> Row | BadRow:
+    if line[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return BadRow("not UTF-8", "the file is UTF-16: convert it (iconv -f UTF-16 -t UTF-8)")
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return BadRow("not UTF-8", f"byte {error.start + 1}: {error.reason}")
+    except json.JSONDecodeError as error:
+        if line.strip() == b"[" or line.lstrip().startswith(b"[{"):
+            return BadRow("broken JSON", "the file looks like one JSON array: write one object a line")
+        return BadRow("broken JSON", f"column {error.colno}: {error.msg}")
+    except (RecursionError, ValueError) as error:
+        return BadRow("broken JSON", str(error))
+    if not isinstance(row, dict):
+        return BadRow("not a JSON object", f"it is of type {type(row).__name__}")
+    return row
+
+
+def _parquet(config: DataConfig) -> Iterator[Item]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for file in files(config.path, (".parquet", ".pq")):
+        number = 0
+        try:
+            with pq.ParquetFile(file) as table:
+                for batch in table.iter_batches(batch_size=1024):
+                    for row in batch.to_pylist():
+                        number += 1
+                        yield f"{file}:{number}", row
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
+            raise DataError(f"{file} cannot be read as Parquet after row {number}: {error}") from error
+
+
+def _huggingface(config: DataConfig) -> Iterator[Item]:
+    assert isinstance(config.path, str)
+    try:
+        data = _load_huggingface(config)
+    except DataError:
+        raise
+    except Exception as error:  # `datasets` raises a dozen kinds, from ValueError to those of the hub
+        hint = "" if Path(config.path).exists() else "; it is no folder here, so it must be on the hub or in its cache"
+        raise DataError(
+            f"data.path={config.path!r} (name={config.name}, split={config.split}) cannot be loaded: "
+            f"{type(error).__name__}: {error}{hint}"
+        ) from error
+    for number, row in enumerate(data, 1):
+        yield f"{config.path}[{config.split}]:{number}", dict(row)
+
+
+def _load_huggingface(config: DataConfig) -> Any:
+    import datasets
+
+    folder = Path(str(config.path)).expanduser()
+    saved = (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+    if not saved:
+        path = str(folder) if folder.exists() else str(config.path)
+        return datasets.load_dataset(path, config.name, split=config.split, revision=config.revision)
+    data = datasets.load_from_disk(str(folder))
+    if not isinstance(data, dict):
+        return data
+    if config.split not in data:
+        raise DataError(f"data.split={config.split!r} is not in {folder}, which has {', '.join(data)}")
+    return data[config.split]
+
+
+def _reasoning_gym(config: DataConfig) -> Iterator[Item]:
+    from rolegraph.data.reasoning import rows_of_task
+
+    return rows_of_task(config)
+
+
+def files(path: str | tuple[str, ...] | None, endings: tuple[str, ...]) -> list[Path]:
+    """The files that a path, a folder, a glob pattern or a list of these names, each once, folders sorted by name.
+
+    Raises:
+        DataError: a name matches nothing.
+    """
+    found: dict[Path, None] = {}
+    for name in (path,) if isinstance(path, str) else path or ():
+        whole = Path(name).expanduser()
+        if whole.is_file():
+            matches = [whole]
+        elif whole.is_dir():
+            matches = sorted(file for file in whole.iterdir() if file.name.endswith(endings) and file.is_file())
+        else:
+            matches = sorted(Path(match) for match in glob.glob(str(whole), recursive=True) if Path(match).is_file())
+        if not matches:
+            what = f"a folder without {' or '.join(endings)} files" if whole.is_dir() else "not there"
+            raise DataError(f"data.path={name!r} is {what} (looked in {Path.cwd()})")
+        found.update(dict.fromkeys(matches))
+    return list(found)
+
+
+_SOURCES: dict[str, Callable[[DataConfig], Iterator[Item]]] = {
+    "jsonl": _jsonl,
+    "parquet": _parquet,
+    "huggingface": _huggingface,
+    "reasoning_gym": _reasoning_gym,
+}
