@@ -1,0 +1,143 @@
+"""Cutting a rank's rows into micro-batches: pure arithmetic on lengths, the same answer for the same lengths.
+
+Rows of like length go together, so that little of a padded micro-batch is padding; a packed one has none, so there the
+rows are packed first-fit decreasing. The largest micro-batches come first: a shortage of memory shows at once, and the
+allocator's buffers fit everything that follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rolegraph.errors import PlanError
+
+
+@dataclass(frozen=True)
+class _Size:
+    """How many tokens some rows take as one micro-batch."""
+
+    lengths: Sequence[int]
+    padding_free: bool
+    multiple_of: int
+
+    def __call__(self, rows: Sequence[int]) -> int:
+        """Tokens of the micro-batch, its padding counted."""
+        if not rows:
+            return 0
+        if self.padding_free:
+            return self.round(sum(self.lengths[row] for row in rows))
+        return len(rows) * self.round(max(self.lengths[row] for row in rows))
+
+    def round(self, tokens: int) -> int:
+        """The next multiple of `multiple_of`."""
+        return -(-tokens // self.multiple_of) * self.multiple_of
+
+
+def plan_microbatches(
+    lengths: Sequence[int],
+    *,
+    rows_per: int | None = None,
+    tokens_per: int | None = None,
+    count: int | None = None,
+    padding_free: bool = False,
+    multiple_of: int = 1,
+) -> list[list[int]]:
+    """Split rows 0..len(lengths)-1 into micro-batches; every row is in exactly one.
+
+    `rows_per` limits the rows of a micro-batch and `tokens_per` its tokens (padding counted: rows x the longest, each
+    rounded up to `multiple_of`; packed: the rounded sum); with both, both hold, with neither, only `count` splits.
+    `count` asks for at least that many micro-batches, since ranks that share collectives must agree on the number: the
+    largest are split further, and with fewer rows than `count` the last ones are empty.
+
+    Raises PlanError where one row alone exceeds `tokens_per`.
+
+    >>> plan_microbatches([3, 9, 4, 8], rows_per=2)
+    [[1, 3], [2, 0]]
+    >>> plan_microbatches([3, 9, 4, 8], tokens_per=12, padding_free=True)
+    [[1, 0], [3, 2]]
+    """
+    size = _Size([int(length) for length in lengths], padding_free, multiple_of)
+    _check(size, rows_per, tokens_per, count)
+    order = sorted(range(len(size.lengths)), key=lambda row: (-size.lengths[row], row))
+    if tokens_per is not None and padding_free:
+        parts = _first_fit(order, size, tokens_per, rows_per)
+    else:
+        parts = _cut(order, size, tokens_per, rows_per)
+    while count is not None and len(parts) < count:
+        parts = _split_largest(parts, size)
+    return sorted(parts, key=lambda part: -size(part))
+
+
+def _check(size: _Size, rows_per: int | None, tokens_per: int | None, count: int | None) -> None:
+    """Refuse limits below one, and rows that no micro-batch can hold."""
+    limits = {"micro_batch_size": rows_per, "max_tokens_per_micro_batch": tokens_per, "count": count}
+    for name, limit in limits.items():
+        if limit is not None and limit < 1:
+            raise PlanError(f"train.{name} is {limit}; give a number of at least 1, or null")
+    longest = max(size.lengths, default=0)
+    if tokens_per is not None and size.round(longest) > tokens_per:
+        row = size.lengths.index(longest)
+        rounded = f", {size.round(longest)} when padded to a multiple of {size.multiple_of}"
+        raise PlanError(
+            f"row {row} is {longest} tokens long{rounded if size.multiple_of > 1 else ''}: more than "
+            f"train.max_tokens_per_micro_batch={tokens_per}; raise it to at least {size.round(longest)}, or shorten the "
+            "rows by data.max_length and algorithm.max_completion_length"
+        )
+
+
+def _cut(order: Sequence[int], size: _Size, tokens_per: int | None, rows_per: int | None) -> list[list[int]]:
+    """Cut rows, longest first, as late as the limits allow: the fewest parts that neighbours in length can make."""
+    parts: list[list[int]] = []
+    used = 0
+    for row in order:
+        # Longest first, so the first row of a part sets the padded length of the whole part.
+        if parts and _fits(parts[-1], used, row, size, tokens_per, rows_per):
+            parts[-1].append(row)
+        else:
+            parts.append([row])
+            used = 0
+        used += size.lengths[row]
+    return parts
+
+
+def _fits(part: Sequence[int], used: int, row: int, size: _Size, tokens_per: int | None, rows_per: int | None) -> bool:
+    """Whether a row no longer than the first of `part` still has room beside its `used` tokens."""
+    if rows_per is not None and len(part) >= rows_per:
+        return False
+    if tokens_per is None:
+        return True
+    if size.padding_free:
+        return size.round(used + size.lengths[row]) <= tokens_per
+    return (len(part) + 1) * size.round(size.lengths[part[0]]) <= tokens_per
+
+
+def _first_fit(order: Sequence[int], size: _Size, tokens_per: int, rows_per: int | None) -> list[list[int]]:
+    """First-fit decreasing bin packing: within 11/9 of the fewest parts (plus one)."""
+    parts: list[list[int]] = []
+    used: list[int] = []
+    for row in order:
+        for index, part in enumerate(parts):
+            if _fits(part, used[index], row, size, tokens_per, rows_per):
+                part.append(row)
+                used[index] += size.lengths[row]
+                break
+        else:
+            parts.append([row])
+            used.append(size.lengths[row])
+    return parts
+
+
+def _split_largest(parts: list[list[int]], size: _Size) -> list[list[int]]:
+    """Halve, by tokens, the largest part that has more than one row; add an empty part where none has."""
+    splittable = [index for index, part in enumerate(parts) if len(part) > 1]
+    if not splittable:
+        return [*parts, []]
+    index = max(splittable, key=lambda i: (size(parts[i]), len(parts[i]), -i))
+    part = parts[index]
+    total = sum(size.lengths[row] for row in part)
+    cut, seen = 1, size.lengths[part[0]]
+    while cut < len(part) - 1 and 2 * (seen + size.lengths[part[cut]]) <= total:
+        seen += size.lengths[part[cut]]
+        cut += 1
+    return [*parts[:index], part[:cut], part[cut:], *parts[index + 1 :]]

@@ -1,0 +1,109 @@
+"""Plans of micro-batches: every row once, limits kept, padding low, numbers of micro-batches forced."""
+
+from __future__ import annotations
+
+import doctest
+import random
+
+import pytest
+
+from roles.train import microbatch
+from roles.train.microbatch import plan_microbatches
+from rolegraph.errors import PlanError
+
+
+def tokens(lengths: list[int], part: list[int], *, padding_free: bool, multiple_of: int) -> int:
+    def rounded(count: int) -> int:
+        return (count + multiple_of - 1) // multiple_of * multiple_of
+
+    if not part:
+        return 0
+    if padding_free:
+        return rounded(sum(lengths[row] for row in part))
+    return len(part) * rounded(max(lengths[row] for row in part))
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("padding_free", [False, True])
+def test_every_row_once_within_the_limits(seed: int, padding_free: bool) -> None:
+    draw = random.Random(seed)
+    lengths = [draw.randint(0, 60) for _ in range(draw.randint(0, 70))]
+    rows_per = draw.choice([None, 1, 3, 8])
+    tokens_per = draw.choice([None, 64, 200])
+    count = draw.choice([None, 1, 5, 40])
+    multiple_of = draw.choice([1, 4])
+
+    def plan() -> list[list[int]]:
+        return plan_microbatches(
+            lengths,
+            rows_per=rows_per,
+            tokens_per=tokens_per,
+            count=count,
+            padding_free=padding_free,
+            multiple_of=multiple_of,
+        )
+
+    parts = plan()
+    assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
+    assert parts == plan()
+    sizes = [tokens(lengths, part, padding_free=padding_free, multiple_of=multiple_of) for part in parts]
+    assert sizes == sorted(sizes, reverse=True)
+    assert rows_per is None or all(len(part) <= rows_per for part in parts)
+    assert tokens_per is None or all(size <= tokens_per for size in sizes)
+    assert count is None or len(parts) >= count
+    if count is None or len(parts) > count:
+        assert all(parts)
+
+
+def test_rows_of_like_length_share_their_padding() -> None:
+    lengths = [100, 1, 99, 2, 98, 3]
+    assert plan_microbatches(lengths, rows_per=3) == [[0, 2, 4], [5, 3, 1]]
+    draw = random.Random(0)
+    lengths = [draw.randint(1, 512) for _ in range(256)]
+    parts = plan_microbatches(lengths, tokens_per=4096)
+    padded = sum(tokens(lengths, part, padding_free=False, multiple_of=1) for part in parts)
+    assert padded < 1.1 * sum(lengths)
+
+
+def test_packing_comes_close_to_the_fewest() -> None:
+    draw = random.Random(0)
+    lengths = [draw.randint(1, 512) for _ in range(256)]
+    parts = plan_microbatches(lengths, tokens_per=2048, padding_free=True)
+    assert len(parts) <= -(-sum(lengths) // 2048) + 1
+
+
+def test_count_splits_the_largest() -> None:
+    assert plan_microbatches([8, 8, 2, 2], rows_per=2, count=3) == [[0], [1], [2, 3]]
+    assert plan_microbatches([4, 4, 4, 4], count=2, padding_free=True) == [[0, 1], [2, 3]]
+    assert plan_microbatches([6, 2, 2, 2], count=2, padding_free=True) == [[0], [1, 2, 3]]
+
+
+def test_fewer_rows_than_count_leave_empty_ones() -> None:
+    assert plan_microbatches([5, 7], rows_per=4, count=4) == [[1], [0], [], []]
+    assert plan_microbatches([], rows_per=4, count=2) == [[], []]
+    assert plan_microbatches([], rows_per=4) == []
+
+
+@pytest.mark.parametrize("padding_free", [False, True])
+def test_a_row_beyond_the_budget_is_named(padding_free: bool) -> None:
+    with pytest.raises(PlanError, match=r"row 1 is 65 tokens long.*train\.max_tokens_per_micro_batch=64.*least 65"):
+        plan_microbatches([3, 65], tokens_per=64, padding_free=padding_free)
+    with pytest.raises(PlanError, match=r"row 0 is 62 tokens long, 64 when padded to a multiple of 8"):
+        plan_microbatches([62, 3], tokens_per=63, padding_free=padding_free, multiple_of=8)
+
+
+@pytest.mark.parametrize(
+    ("limits", "key"),
+    [
+        ({"rows_per": 0}, "micro_batch_size"),
+        ({"tokens_per": -1}, "max_tokens_per_micro_batch"),
+        ({"count": 0}, "count"),
+    ],
+)
+def test_limits_below_one(limits: dict[str, int], key: str) -> None:
+    with pytest.raises(PlanError, match=key):
+        plan_microbatches([1], **limits)  # type: ignore[arg-type]
+
+
+def test_examples() -> None:
+    assert doctest.testmod(microbatch).failed == 0
