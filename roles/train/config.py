@@ -33,6 +33,7 @@ OWNED_FIELDS: Mapping[str, str] = MappingProxyType(
         "virtual_pipeline_model_parallel_size": "nothing: the interleaved schedule is not built",
         "calculate_per_token_loss": "nothing: losses carry their own global denominators",
         "variable_seq_lengths": "nothing: micro-batches differ in length",
+        "overlap_param_gather": "nothing: gradients and weights travel after the backward pass",
         "num_layers": "model (a Hugging Face folder sets the architecture)",
         "hidden_size": "model (a Hugging Face folder sets the architecture)",
         "ffn_hidden_size": "model (a Hugging Face folder sets the architecture)",

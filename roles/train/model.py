@@ -1,0 +1,323 @@
+"""Builds the policy: process groups, Megatron's model and optimizer, weights from a Hugging Face folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoConfig
+
+from roles.train import shim
+from roles.train.config import MegatronTrainConfig
+from rolegraph.errors import ConfigError, RoleGraphError
+from rolegraph.role import RoleContext
+
+with shim.quick_import():
+    from mbridge.core.safetensor_io import SafeTensorIO
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.module import Float16Module
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from roles.train import bridge as bridges
+
+shim.install()
+
+_log = logging.getLogger(__name__)
+_COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+
+class PolicyModel(GPTModel):
+    """GPTModel whose last stage ends with the final norm: hidden states [seq, batch, hidden], never logits.
+
+    The head is applied to response positions only, by `linear_logprobs`.
+    """
+
+    def _preprocess(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> Any:
+        outputs = super()._preprocess(input_ids=input_ids, position_ids=position_ids, **kwargs)
+        packed: PackedSeqParams | None = kwargs.get("packed_seq_params")
+        if packed is None or packed.qkv_format == "thd":
+            return outputs
+        # Our attention keeps packed sequences in one [tokens, 1, ...] axis: each token's embedding by its position.
+        decoder_input, rotary, *rest = outputs
+        return (decoder_input, rotary[position_ids[0]], *rest)
+
+    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        return hidden_states
+
+    def head(self) -> Tensor:
+        """[padded vocabulary / tp, hidden] the output weight; last stage only."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+
+@dataclasses.dataclass
+class Policy:
+    """The model under training on this rank, with all that belongs to it."""
+
+    bridge: bridges._PolicyBridge
+    model: PolicyModel
+    ddp: DistributedDataParallel
+    optimizer: MegatronOptimizer
+    source: str
+    """The Hugging Face folder it came from."""
+    dtype: torch.dtype
+    device: torch.device
+    reference: dict[str, Tensor] | None = None
+    """The second set of weights, by parameter name."""
+
+    def save_reference(self) -> None:
+        """Copy the weights of now."""
+        if self.reference is None:
+            self.reference = {name: torch.empty_like(param) for name, param in self.model.named_parameters()}
+        for name, param in self.model.named_parameters():
+            self.reference[name].copy_(param.detach())
+
+    @contextmanager
+    def reference_weights(self) -> Iterator[None]:
+        """Inside, the model computes with the reference weights; no weight is copied.
+
+        Raises RoleGraphError where there are none.
+        """
+        if self.reference is None:
+            raise RoleGraphError(
+                "no reference weights are kept: set train.reference=initial, or call save_reference() first"
+            )
+        current = {name: param.data for name, param in self.model.named_parameters()}
+        try:
+            for name, param in self.model.named_parameters():
+                param.data = self.reference[name]
+            yield
+        finally:
+            for name, param in self.model.named_parameters():
+                param.data = current[name]
+
+
+def build_policy(config: MegatronTrainConfig, context: RoleContext) -> Policy:
+    """Join the process groups, build this rank's part of the model, and load its weights.
+
+    Raises ConfigError where config, model and installation do not fit.
+    """
+    if config.model is None:
+        raise ConfigError("train.model is not set: give a Hugging Face folder")
+    hf_config = AutoConfig.from_pretrained(config.model)
+    bridge_class = bridges.bridge_class(hf_config)
+    _check(config, hf_config, bridge_class.experts)
+    device = torch.device("cuda", torch.cuda.current_device()) if context.device == "cuda" else torch.device("cpu")
+    dtype = _dtype(config, context)
+    _log.info("training in %s on %s", str(dtype).removeprefix("torch."), device)
+
+    _join(config, context)
+    tensor_parallel.model_parallel_cuda_manual_seed(config.seed if config.seed is not None else context.seed)
+    transformer_fields, optimizer_fields = split_fields(config.megatron)
+    divisor = config.tensor_model_parallel_size * (128 if context.device == "cuda" else 1)
+    bridge = bridge_class(hf_config, dtype=dtype, make_vocab_size_divisible_by=divisor)
+    bridge.set_extra_args(**_transformer_settings(config, context, dtype), **transformer_fields)
+    model = _build_model(bridge)
+    load_weights(bridge, model, config.model)
+    model.to(device)
+    ddp = _wrap(config, bridge.config, model)
+    optimizer = _build_optimizer(config, dtype, ddp, optimizer_fields)
+    policy = Policy(bridge, model, ddp, optimizer, config.model, dtype, device)
+    if config.reference == "initial":
+        policy.save_reference()
+    return policy
+
+
+def split_fields(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Sort `train.megatron.*` into fields of TransformerConfig and of OptimizerConfig (one may be of both).
+
+    Raises ConfigError for a name that neither has, with the nearest one they do.
+    """
+    transformer = {field.name for field in dataclasses.fields(TransformerConfig)}
+    optimizer = {field.name for field in dataclasses.fields(OptimizerConfig)}
+    for name in given:
+        if name not in transformer | optimizer:
+            near = difflib.get_close_matches(name, sorted(transformer | optimizer), n=1, cutoff=0.0)
+            raise ConfigError(
+                f"train.megatron.{name} is no field of megatron-core's TransformerConfig or OptimizerConfig; "
+                f"the nearest is {near[0]}"
+            )
+    values = {name: _value(name, value) for name, value in given.items()}
+    return (
+        {name: value for name, value in values.items() if name in transformer},
+        {name: value for name, value in values.items() if name in optimizer},
+    )
+
+
+def _value(name: str, value: Any) -> Any:
+    if not (name.endswith("dtype") and isinstance(value, str)):
+        return value
+    dtype = getattr(torch, value.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"train.megatron.{name}={value} is no torch dtype; write for example bfloat16")
+    return dtype
+
+
+def _check(config: MegatronTrainConfig, hf_config: Any, experts: bool) -> None:
+    """Refuse what this model or installation cannot do, by the names of the config's keys."""
+    found = config.problems()
+    if config.context_parallel_size > 1 and not bridges.HAVE_TE:
+        found.append(
+            f"train.context_parallel_size={config.context_parallel_size} needs Transformer Engine, which is not "
+            "installed: megatron-core's context-parallel attention exists there only; set it to 1"
+        )
+    expert_parallel = config.expert_model_parallel_size
+    if expert_parallel > 1 and not experts:
+        found.append(f"train.expert_model_parallel_size={expert_parallel}, but {hf_config.model_type} has no experts")
+    divisible = [
+        ("num_attention_heads", "tensor_model_parallel_size"),
+        ("num_key_value_heads", "tensor_model_parallel_size"),
+        ("num_hidden_layers", "pipeline_model_parallel_size"),
+    ]
+    if experts:
+        divisible.append(("num_experts", "expert_model_parallel_size"))
+    for have, key in divisible:
+        if getattr(hf_config, have) % getattr(config, key):
+            found.append(f"the model's {have}={getattr(hf_config, have)} does not divide by train.{key}={getattr(config, key)}")
+    if found:
+        raise ConfigError("; ".join(found))
+
+
+def _dtype(config: MegatronTrainConfig, context: RoleContext) -> torch.dtype:
+    if config.dtype == "auto":
+        return torch.bfloat16 if context.device == "cuda" else torch.float32
+    return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+
+
+def _join(config: MegatronTrainConfig, context: RoleContext) -> None:
+    """Start torch's default process group and Megatron's groups in it."""
+    if context.master_addr in ("127.0.0.1", "localhost"):
+        # gloo would look up this host's own name, which need not lead back here.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "nccl" if context.device == "cuda" else "gloo",
+        init_method=f"tcp://{context.master_addr}:{context.master_port}",
+        rank=context.rank,
+        world_size=context.world_size,
+        timeout=_COLLECTIVE_TIMEOUT,
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.tensor_model_parallel_size,
+        pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+        context_parallel_size=config.context_parallel_size,
+        expert_model_parallel_size=config.expert_model_parallel_size,
+        expert_tensor_parallel_size=1,
+        create_gloo_process_groups=False,
+    )
+
+
+def leave() -> None:
+    """Take down the process groups, so that the process can join others."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _transformer_settings(config: MegatronTrainConfig, context: RoleContext, dtype: torch.dtype) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "sequence_parallel": config.uses_sequence_parallel,
+        "calculate_per_token_loss": True,
+        "autocast_dtype": dtype,
+        # Every weight is loaded from the checkpoint.
+        "perform_initialization": False,
+        "deterministic_mode": context.deterministic and context.device == "cuda",
+    }
+    if context.device == "cpu":
+        # The shim's gradient matmul; the other fusions are CUDA kernels.
+        settings |= {"use_cpu_initialization": True, "gradient_accumulation_fusion": True}
+    if not bridges.HAVE_TE:
+        fusions = ("persist_layer_norm", "masked_softmax_fusion", "apply_rope_fusion")
+        fusions += ("bias_activation_fusion", "bias_dropout_fusion")
+        settings |= dict.fromkeys(fusions, False)
+    return settings
+
+
+def _build_model(bridge: bridges._PolicyBridge) -> PolicyModel:
+    model = PolicyModel(
+        config=bridge.config,
+        transformer_layer_spec=bridge.layer_spec(),
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        **bridge.model_arguments(),
+    )
+    for param in model.parameters():
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(param)
+    return model
+
+
+@torch.no_grad()
+def load_weights(bridge: bridges._PolicyBridge, model: PolicyModel, folder: str) -> None:
+    """Fill this rank's parameters from a Hugging Face folder; each rank reads what it needs.
+
+    Raises ValueError, naming them, where tensors are missing.
+    """
+    reader = SafeTensorIO(folder)
+    names = bridge.global_names(model)
+    rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    sources = {local: bridge.hf_names(names[local]) for local, _ in model.named_parameters()}
+    tensors = reader.load_some_hf_weight(sorted({name for group in sources.values() for name in group}))
+    for local, param in model.named_parameters():
+        whole = bridge._weight_to_mcore_format(names[local], [tensors[name] for name in sources[local]])
+        if whole.shape == param.shape:
+            param.copy_(whole)
+        else:
+            param.copy_(bridge._weight_split_across_tp(names[local], whole, param, size)[rank])
+
+
+def _wrap(
+    config: MegatronTrainConfig, transformer_config: TransformerConfig, model: PolicyModel
+) -> DistributedDataParallel:
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=config.use_distributed_optimizer,
+    )
+    module = Float16Module(transformer_config, model) if transformer_config.bf16 else model
+    ddp = DistributedDataParallel(transformer_config, settings, module)
+    transformer_config.finalize_model_grads_func = _finalize
+    return ddp
+
+
+def _finalize(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
+    """Megatron's reduction of gradients, without its division by a token count: losses are divided already."""
+    finalize_model_grads(model, None, **kwargs)
+
+
+def _build_optimizer(
+    config: MegatronTrainConfig, dtype: torch.dtype, ddp: DistributedDataParallel, fields: dict[str, Any]
+) -> MegatronOptimizer:
+    settings: dict[str, Any] = {
+        "optimizer": "adam",
+        "lr": config.lr,
+        "min_lr": config.min_lr,
+        "weight_decay": config.weight_decay,
+        "clip_grad": config.clip_grad,
+        "adam_beta1": config.adam_beta1,
+        "adam_beta2": config.adam_beta2,
+        "adam_eps": config.adam_eps,
+        "bf16": dtype == torch.bfloat16,
+        "params_dtype": dtype,
+        "use_distributed_optimizer": config.use_distributed_optimizer,
+    }
+    optimizer = get_megatron_optimizer(OptimizerConfig(**settings | fields), [ddp], use_gloo_process_groups=False)
+    for group in optimizer.param_groups:
+        # The scheduler that Megatron's own training loop has would set this.
+        group["weight_decay"] = config.weight_decay * group.get("wd_mult", 1.0)
+        if "fused" in group:
+            # torch's AdamW: one pass over the weights instead of one an operation.
+            group["fused"], group["foreach"] = True, False
+    return optimizer
