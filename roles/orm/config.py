@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from rolegraph.rewards.config import RewardConfig
 
@@ -10,6 +11,9 @@ from rolegraph.rewards.config import RewardConfig
 @dataclass(frozen=True, kw_only=True)
 class FunctionORMConfig:
     """Reward functions in worker processes; the functions themselves are named in `reward`."""
+
+    never_on_gpu: ClassVar[bool] = True
+    """Told to placement: the role takes no device, and cores for moments only."""
 
     replicas: int | None = None
     """Actors, each with worker processes of its own. Null: 1."""

@@ -1,0 +1,1 @@
+"""The Hydra tree, as the package rolegraph.conf."""

@@ -1,0 +1,1 @@
+"""rolegraph: RL post-training of language models as a graph of Ray actors."""

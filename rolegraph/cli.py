@@ -1,0 +1,190 @@
+"""The `rolegraph` command."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
+
+from rolegraph.errors import ConfigError, PlanError, RoleGraphError
+
+USAGE = """rolegraph trains language models by reinforcement learning on a graph of Ray actors.
+
+  rolegraph run  [CHOICES] [KEY=VALUE ...]    train
+  rolegraph plan [CHOICES] [KEY=VALUE ...]    show which rank runs where and how batches divide; starts nothing
+
+Examples
+  rolegraph run experiment=quickstart
+  rolegraph run algorithm=grpo model=smollm2_135m algorithm.num_generations=4 train.lr=1e-6
+  rolegraph run algorithm=sft model=hf model.path=Qwen/Qwen3-0.6B data=jsonl data.path=chats.jsonl
+  rolegraph plan algorithm=grpo placement=separate train.ranks=2 rollout.replicas=2
+  rolegraph run --config-dir my_configs experiment=mine
+
+Choices pick a file of a config group (algorithm, model, data, reward, placement, train, rollout, orm, logger,
+experiment); KEY=VALUE sets any value. Everything is checked before anything starts.
+
+Options of `run` and `plan`
+  --config-dir DIR   a folder with config groups and modules of your own
+  --cfg job          print the config with all defaults, and stop (run only; --resolve fills in interpolations)
+  --help             list the config groups and what they offer
+  -m, --multirun     one run for each combination of comma-separated values (run only)
+  --traceback        show Python's traceback with an error (or ROLEGRAPH_TRACEBACK=1)
+
+Tab completion in bash: eval "$(rolegraph -sc install=bash)"
+"""
+
+CONFIG_FAULT = 2
+FAILED = 1
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Entry point of the console script."""
+    sys.exit(dispatch(list(sys.argv[1:] if argv is None else argv)))
+
+
+def dispatch(argv: list[str]) -> int:
+    """Run one command line and return its exit code."""
+    if any(word in ("-sc", "--shell-completion") for word in argv):
+        return _complete(argv)
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(USAGE)
+        return 0
+    if argv[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"rolegraph {version('rolegraph')}")
+        return 0
+    commands: dict[str, Callable[[list[str]], int]] = {"run": _run, "plan": _plan}
+    if argv[0] not in commands:
+        print(f"rolegraph: there is no command {argv[0]!r}: type `rolegraph run ...` or `rolegraph plan ...`\n")
+        print(USAGE)
+        return CONFIG_FAULT
+    rest = [word for word in argv[1:] if word != "--traceback"]
+    show_traceback = len(rest) < len(argv) - 1 or os.environ.get("ROLEGRAPH_TRACEBACK", "0") not in ("", "0")
+    return guarded(lambda: commands[argv[0]](rest), show_traceback=show_traceback)
+
+
+def guarded(command: Callable[[], int], *, show_traceback: bool) -> int:
+    """Run a command; an error of ours becomes its message and an exit code."""
+    try:
+        return command()
+    except RoleGraphError as error:
+        if show_traceback:
+            traceback.print_exc()
+        print(f"rolegraph: {error}", file=sys.stderr)
+        return CONFIG_FAULT if isinstance(error, ConfigError | PlanError) else FAILED
+    except KeyboardInterrupt:
+        print("rolegraph: stopped", file=sys.stderr)
+        return 130
+
+
+def _parse(words: Sequence[str]) -> Namespace:
+    from hydra._internal.utils import get_args_parser
+
+    return get_args_parser().parse_intermixed_args(list(words))
+
+
+def _plan(words: list[str]) -> int:
+    from rolegraph.config import load
+    from rolegraph.explain import print_plan
+
+    args = _parse(words)
+    if args.help:
+        print(USAGE)
+        return 0
+    print_plan(load(args.overrides, config_dir=args.config_dir, config_name=args.config_name or "config").run)
+    return 0
+
+
+def _run(words: list[str]) -> int:
+    from rolegraph.config.load import composed, load
+
+    args = _parse(words)
+    name = args.config_name or "config"
+    if args.cfg == "job":
+        from rolegraph.explain import print_config
+
+        tree = composed(args.overrides, config_dir=args.config_dir, config_name=name)
+        print_config(tree, package=args.package, resolved=args.resolve)
+        return 0
+    if not (args.multirun or args.help or args.hydra_help or args.cfg or args.info):
+        load(args.overrides, config_dir=args.config_dir, config_name=name)  # so that no faulty run makes a folder
+    return _through_hydra(args)
+
+
+def _through_hydra(args: Namespace) -> int:
+    """Hand the command line to Hydra, which makes the run's folder, or one a job of a sweep."""
+    from hydra._internal.utils import _run_hydra, get_args_parser
+    from hydra.errors import HydraException
+    from omegaconf import DictConfig
+
+    from rolegraph.config.compose import CONFIG_NAME, CONFIG_PATH, register_resolvers, rewrite, set_version
+    from rolegraph.config.load import add_to_path
+
+    set_version()
+    register_resolvers()
+    add_to_path(args.config_dir)
+    typed = list(args.overrides)
+    args.overrides = rewrite(typed, args.config_dir)
+    as_typed = dict(zip(args.overrides, typed, strict=True))
+    failures: list[RoleGraphError] = []
+
+    def task(config: DictConfig) -> None:
+        try:
+            _job(args, as_typed)
+        except RoleGraphError as error:
+            failures.append(error)
+            if args.multirun:
+                print(f"rolegraph: {error}", file=sys.stderr)
+
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # else Hydra prints errors its own way and exits
+    try:
+        _run_hydra(args, get_args_parser(), task, CONFIG_PATH, CONFIG_NAME)
+    except HydraException as error:
+        raise ConfigError(str(error)) from error
+    if failures:
+        raise failures[0]
+    return 0
+
+
+def _job(args: Namespace, as_typed: Mapping[str, str]) -> None:
+    """One run inside the folder that Hydra made for it."""
+    from hydra.core.hydra_config import HydraConfig
+
+    from rolegraph.config.load import load_job
+
+    hydra = HydraConfig.get()
+    words = [*hydra.overrides.hydra, *hydra.overrides.task]
+    run = load_job(
+        words,
+        typed=[as_typed.get(word, word.lstrip("+")) for word in words],
+        output_dir=hydra.runtime.output_dir,
+        config_dir=args.config_dir,
+        config_name=hydra.job.config_name,
+    )
+    from rolegraph.run import main as run_main
+
+    run_main(run)
+
+
+def _complete(argv: list[str]) -> int:
+    """Tab completion: Hydra's, which knows neither of the commands `run` and `plan`."""
+    line = os.environ.get("COMP_LINE")
+    if line is not None:
+        head, _, rest = line.partition(" ")
+        command, _, tail = rest.lstrip().partition(" ")
+        if command in ("run", "plan"):
+            shortened = f"{head} {tail}"
+            point = int(os.environ.get("COMP_POINT", len(line))) - (len(line) - len(shortened))
+            os.environ.update(COMP_LINE=shortened, COMP_POINT=str(point))
+        elif " " not in rest.lstrip() and not any("install" in word for word in argv):
+            print("\n".join(word for word in ("run", "plan") if word.startswith(command)))
+            return 0
+    return _through_hydra(_parse([word for word in argv if word not in ("run", "plan")]))
+
+
+if __name__ == "__main__":
+    main()

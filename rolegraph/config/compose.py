@@ -1,0 +1,190 @@
+"""Composing the tree with Hydra, and remembering what it was composed from."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import version
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.defaults_list import create_defaults_list
+from hydra._internal.utils import create_automatic_config_search_path
+from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
+from hydra.core.default_element import ResultDefault
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobRuntime, setup_globals
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from rolegraph.config.provenance import Origins, Override, Source, location
+from rolegraph.errors import ConfigError
+
+CONFIG_PATH = "pkg://rolegraph.conf"
+CONFIG_NAME = "config"
+
+
+@dataclass(frozen=True)
+class Composed:
+    """The tree as Hydra composed it, interpolations unresolved, plain containers only."""
+
+    tree: dict[str, Any]
+    origins: Origins
+    choices: Mapping[str, Any]
+    """The chosen option of each config group."""
+
+
+def register_resolvers() -> None:
+    """Make `${rolegraph.run_dir:FOLDER,TIME}` known to OmegaConf."""
+    OmegaConf.register_new_resolver("rolegraph.run_dir", _run_dir, replace=True)
+
+
+def _run_dir(folder: str, time: str, *, _root_: DictConfig) -> str:
+    """`output_dir`, or FOLDER/NAME/TIME with the name of the experiment or of the algorithm."""
+    if chosen := _root_.get("output_dir"):
+        return str(chosen)
+    choices = _root_.hydra.runtime.choices
+    name = _root_.get("ray_exp_name") or choices.get("experiment") or choices.get("algorithm") or "run"
+    return os.path.join(folder, re.sub(r"[^\w.-]+", "-", str(name)), time)
+
+
+def search_path(config_dir: str | None) -> ConfigSearchPath:
+    """Our tree, after the user's folder."""
+    path = create_automatic_config_search_path(None, None, CONFIG_PATH)
+    if config_dir is not None:
+        folder = os.path.abspath(config_dir)
+        if not os.path.isdir(folder):
+            raise ConfigError(f"--config-dir {config_dir}: there is no such folder")
+        path.prepend(provider="command-line", path=f"file://{folder}", anchor=SearchPathQuery(provider="schema"))
+    return path
+
+
+def rewrite(overrides: Sequence[str], config_dir: str | None = None) -> list[str]:
+    """Let `key=value` reach keys whose defaults live in dataclasses, and quote values that Hydra's grammar rejects.
+
+    Hydra knows only keys that some YAML states; `++` adds or overrides. Group choices and deletions stay as they are.
+    """
+    loader = _loader(config_dir)
+    repository = loader.repository
+    if searchpath := [o for o in overrides if o.lstrip("+").startswith("hydra.searchpath=")]:
+        try:
+            repository = loader._parse_overrides_and_create_caching_repo(CONFIG_NAME, searchpath)[1]
+        except HydraException as error:
+            raise ConfigError(_one_line(error)) from error
+    return [_rewrite_one(override, repository) for override in overrides]
+
+
+def _rewrite_one(override: str, repository: Any) -> str:
+    match = re.match(r"(\+{0,2})([^=@~+]+)=(.*)", override, flags=re.DOTALL)
+    if match is None:
+        return override
+    plus, key, value = match.groups()
+    if key.startswith(("hydra.", "hydra/")) or repository.group_exists(key):
+        return override
+    if not _parses(f"{key}={value}"):
+        escaped = re.sub(r"(\\*)'", lambda m: m[1] * 2 + "\\'", value)
+        escaped = re.sub(r"(\\+)$", lambda m: m[1] * 2, escaped)
+        if _parses(f"{key}='{escaped}'"):
+            value = f"'{escaped}'"
+    return f"++{key}={value}" if "/" not in key else f"{plus}{key}={value}"
+
+
+def _parses(override: str) -> bool:
+    try:
+        OverridesParser.create().parse_override(override)
+    except HydraException:
+        return False
+    return True
+
+
+def _loader(config_dir: str | None) -> ConfigLoaderImpl:
+    """Hydra's loader of composed configs, without the global state that Hydra's own entry points set up."""
+    set_version()
+    setup_globals()
+    if JobRuntime().get("name") is None:
+        JobRuntime.instance().set("name", "rolegraph")
+    Plugins.instance()
+    return ConfigLoaderImpl(search_path(config_dir))
+
+
+def set_version() -> None:
+    """Take Hydra's behaviour of 1.3: a run stays in the folder it was started in."""
+    version.setbase("1.3")
+
+
+def compose(
+    overrides: Sequence[str],
+    *,
+    config_dir: str | None = None,
+    config_name: str = CONFIG_NAME,
+    typed: Sequence[str] = (),
+) -> Composed:
+    """Compose the tree from rewritten overrides; `typed` are the same as the user wrote them.
+
+    Raises ConfigError where Hydra refuses: an unknown group option, an override that does not parse.
+    """
+    register_resolvers()
+    loader = _loader(config_dir)
+    try:
+        config = loader.load_configuration(config_name, list(overrides), run_mode=RunMode.RUN, from_shell=True)
+        parsed, repository = loader._parse_overrides_and_create_caching_repo(config_name, list(overrides))
+        defaults = create_defaults_list(repository, config_name, parsed, prepend_hydra=True, skip_missing=False)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_one_line(error)) from error
+    choices = dict(config.hydra.runtime.choices)
+    with open_dict(config):
+        del config["hydra"]
+    tree = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(tree, dict)
+    origins = Origins(_overrides(overrides, typed or overrides), _sources(repository, defaults.defaults))
+    return Composed({str(key): value for key, value in tree.items()}, origins, choices)
+
+
+def _one_line(error: Exception) -> str:
+    return "\n".join(line for line in str(error).splitlines() if line.strip())
+
+
+def _overrides(rewritten: Sequence[str], typed: Sequence[str]) -> list[Override]:
+    pairs = [pair for pair in zip(rewritten, typed, strict=True) if pair[0].startswith("++")]
+    return [Override(re.sub(r"^[+~]+", "", new.partition("=")[0]), old) for new, old in pairs]
+
+
+def _sources(repository: Any, defaults: Sequence[ResultDefault]) -> list[Source]:
+    sources = []
+    for default in defaults:
+        if default.config_path is None or default.config_path.startswith("hydra/"):
+            continue
+        result = repository.load_config(default.config_path)
+        if result is None or (file := _file(result.path, default.config_path)) is None:
+            continue
+        package = default.package or ""
+        text = file.read_text(encoding="utf-8")
+        sources.append(Source("" if package == "_global_" else package, location(file), text))
+    return sources
+
+
+def _file(source: str, config_path: str) -> Path | None:
+    """The file that a search-path entry holds under a config's name."""
+    scheme, _, where = source.partition("://")
+    if scheme == "pkg":
+        from rolegraph.config.targets import module_file
+
+        found = module_file(where)
+        folder = found.parent if found is not None and found.suffix == ".py" else found
+    else:
+        folder = Path(where) if scheme == "file" else None
+    if folder is None:
+        return None
+    name = config_path if config_path.endswith((".yaml", ".yml")) else f"{config_path}.yaml"
+    return folder / name if (folder / name).is_file() else None
+
+
+def as_config(tree: Mapping[str, Any]) -> DictConfig:
+    """The tree as an OmegaConf node, for interpolations."""
+    return OmegaConf.create(dict(tree))

@@ -1,0 +1,187 @@
+"""Rules across fields and nodes, each a small function, and the values that follow from others.
+
+A role's or an algorithm's Config adds rules of its own by `problems()` (its fields alone) or `check(run)` (the whole
+run), both yielding one sentence a fault that begins with the key.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from rolegraph.config.check import Problem
+from rolegraph.config.provenance import join
+from rolegraph.config.schema import RunConfig
+
+LATER: dict[tuple[str, ...], str] = {
+    ("placement", "device_groups"): "device groups; use placement.colocate_groups",
+    ("placement", "nproc_per_node"): "device groups; use placement.colocate_groups",
+    ("placement", "offload_model"): "offloading",
+    ("placement", "offload_optimizer"): "offloading",
+    ("placement", "offload_teacher_model"): "offloading",
+    ("placement", "sleep_level"): "putting engines to sleep",
+    ("algorithm", "max_staleness"): "asynchronous rollouts",
+    ("resume",): "resuming from a checkpoint",
+    ("checkpoint",): "checkpoints",
+    ("eval",): "evaluation during the run",
+    ("teacher",): "distillation",
+    ("sampler",): "sampling graphs",
+    ("prm",): "process rewards",
+}
+"""Keys that users of such systems know and that nothing here acts on yet."""
+
+
+def refuse_later_work(tree: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
+    """The tree without the keys of later work; any that is set to something is reported.
+
+    A node with a `_target_` is a user's own role and stays.
+    """
+    kept = {key: dict(node) if isinstance(node, Mapping) else node for key, node in tree.items()}
+    for path, what in LATER.items():
+        parent = kept if len(path) == 1 else kept.get(path[0])
+        if not isinstance(parent, dict) or path[-1] not in parent:
+            continue
+        value = parent[path[-1]]
+        if isinstance(value, Mapping) and "_target_" in value:
+            continue
+        del parent[path[-1]]
+        if value:
+            problems.append(Problem(path, f"{what.split(';')[0]} does not work yet: remove {join(path)}" + _rest(what)))
+    return kept
+
+
+def _rest(what: str) -> str:
+    return f", {what.split('; ')[1]}" if ";" in what else ""
+
+
+def broken(run: RunConfig) -> Iterator[str]:
+    """A sentence for every rule the run breaks."""
+    for rule in RULES:
+        yield from rule(run)
+    for spec in (run.algorithm, *run.roles.values()):
+        if hasattr(spec.config, "check"):
+            yield from spec.config.check(run)
+
+
+def algorithm_roles(target: str) -> dict[str, bool]:
+    """Roles an algorithm class declares by its annotations, and whether it can do without (`ORMRole | None`)."""
+    from rolegraph.role import Role
+
+    module, _, name = target.rpartition(".")
+    hints = typing.get_type_hints(getattr(importlib.import_module(module), name))
+    roles = {}
+    for attribute, hint in hints.items():
+        members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        if any(isinstance(member, type) and issubclass(member, Role) for member in members):
+            roles[attribute] = type(None) in members
+    return roles
+
+
+def roles_take_part(run: RunConfig) -> Iterator[str]:
+    """The algorithm's roles are all there, and no others."""
+    try:
+        roles = algorithm_roles(run.algorithm.target)
+    except Exception as error:  # a user's module may raise anything
+        yield f"algorithm._target_={run.algorithm.target} cannot be read: {type(error).__name__}: {error}"
+        return
+    for role, optional in roles.items():
+        if role not in run.roles and not optional:
+            yield f"{run.algorithm.name} needs the role `{role}`: choose one with {role}=NAME"
+    for role in run.roles:
+        if role not in roles:
+            yield f"{role}: {run.algorithm.name} uses no role `{role}` (it uses {', '.join(roles)}): set {role}=null"
+
+
+def colocated_roles_exist(run: RunConfig) -> Iterator[str]:
+    """Colocate groups name roles of this run."""
+    for index, group in enumerate(run.placement.colocate_groups):
+        for role in dict.fromkeys(group):
+            if role not in run.roles:
+                yield (
+                    f"placement.colocate_groups[{index}] names `{role}`, which takes no part in this run; its roles "
+                    f"are {', '.join(run.roles)}. Use placement=separate, or list those"
+                )
+
+
+def context_fits(run: RunConfig) -> Iterator[str]:
+    """Engines have room for the longest prompt and the longest response."""
+    need = context_length(run)
+    for role, spec in run.roles.items():
+        given = getattr(spec.config, "max_model_len", None)
+        if need is not None and given is not None and given < need:
+            yield (
+                f"{role}.max_model_len={given} is less than data.max_length={run.data.max_length} + "
+                f"algorithm.max_completion_length={need - run.data.max_length}: set it to {need}, or to null"
+            )
+
+
+def context_length(run: RunConfig) -> int | None:
+    """Tokens of the longest prompt and response together; null when the algorithm draws no responses."""
+    longest = getattr(run.algorithm.config, "max_completion_length", None)
+    return None if longest is None else run.data.max_length + int(longest)
+
+
+def context_parallelism_works(run: RunConfig) -> Iterator[str]:
+    """Context parallelism needs Transformer Engine."""
+    for role, spec in run.roles.items():
+        size = getattr(spec.config, "context_parallel_size", 1)
+        if size > 1 and importlib.util.find_spec("transformer_engine") is None:
+            yield (
+                f"{role}.context_parallel_size={size} needs Transformer Engine, whose attention exchanges keys and "
+                "values between ranks, and it is not installed: set it to 1, or install the extra `gpu`"
+            )
+
+
+def rewards_have_a_role(run: RunConfig) -> Iterator[str]:
+    """Reward functions and the role that runs them come together."""
+    scorers = [role for role, spec in run.roles.items() if hasattr(spec.config, "reward")]
+    if run.reward is not None and not scorers:
+        yield "reward is configured, and no role scores responses: add orm=functions, or set reward=null"
+    for role in scorers:
+        if run.reward is None and run.roles[role].config.reward is None:
+            yield f"{role} has no reward functions: choose some with reward=NAME, or set reward.reward_funcs"
+
+
+def one_process_suffices(run: RunConfig) -> Iterator[str]:
+    """Without Ray there is one rank and one replica."""
+    if run.use_ray:
+        return
+    for role, spec in run.roles.items():
+        for key in ("ranks", "replicas", "gpus", "tensor_model_parallel_size", "tensor_parallel_size"):
+            value = getattr(spec.config, key, None)
+            if value is not None and value > 1:
+                yield f"{role}.{key}={value} needs processes of its own, and use_ray is false: set it to 1"
+
+
+RULES: list[Callable[[RunConfig], Iterator[str]]] = [
+    roles_take_part,
+    colocated_roles_exist,
+    context_fits,
+    context_parallelism_works,
+    rewards_have_a_role,
+    one_process_suffices,
+]
+
+
+def derive(run: RunConfig) -> RunConfig:
+    """Fill in what is null and follows from the rest: seeds, lengths, rewards, reference weights, schedule ends."""
+    follows = {
+        "seed": run.seed,
+        "max_model_len": context_length(run),
+        "reward": run.reward,
+        "reference": "initial" if getattr(run.algorithm.config, "needs_reference", False) else None,
+        "decay_steps": run.max_steps,
+    }
+    for role, spec in run.roles.items():
+        changes = {
+            name: value
+            for name, value in follows.items()
+            if value is not None and getattr(spec.config, name, value) is None
+        }
+        if changes:
+            run = run.with_role(role, **changes)
+    return run

@@ -1,0 +1,101 @@
+"""The types of a checked config: what every other part of rolegraph is handed, as plain and immutable values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
+
+from annotated_types import Ge
+
+from rolegraph.data.config import DataConfig
+from rolegraph.models.config import ModelConfig
+from rolegraph.placement import PlacementConfig
+from rolegraph.rewards.config import RewardConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggerConfig:
+    """Trackers beside `metrics.jsonl`, which is always written."""
+
+    tensorboard: bool = False
+    wandb: bool = False
+    trackio: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those that are on."""
+        return tuple(name for name in ("tensorboard", "wandb", "trackio") if getattr(self, name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RootConfig:
+    """The keys at the top level, beside the nodes of the roles and of the algorithm."""
+
+    seed: Annotated[int, Ge(0)] = 0
+    """Of everything drawn in the run: data order, samples, initial weights."""
+    deterministic: bool = False
+    """Same seed, same figures bit for bit on a CPU; costs speed."""
+    ray_exp_name: str | None = None
+    """Names the run, its output folder, and its actors on a cluster that several runs share."""
+    use_ray: bool = True
+    """false runs every role in this process, for debugging, where the graph allows it."""
+    output_dir: str | None = None
+    """Where the run writes; null: outputs/NAME/TIME."""
+    max_steps: Annotated[int, Ge(1)] = 100
+    """Optimizer steps of the run; a warm start counts its own."""
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    reward: RewardConfig | None = None
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A class by its import path, and its checked config."""
+
+    target: str
+    config: Any
+    """An instance of the class's `Config` dataclass."""
+
+    @property
+    def name(self) -> str:
+        """The bare class name."""
+        return self.target.rpartition(".")[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A whole run: checked, with derived values filled in."""
+
+    seed: int
+    deterministic: bool
+    ray_exp_name: str | None
+    use_ray: bool
+    output_dir: str | None
+    max_steps: int
+    algorithm: Spec
+    roles: Mapping[str, Spec]
+    placement: PlacementConfig
+    data: DataConfig
+    model: ModelConfig
+    reward: RewardConfig | None
+    logger: tuple[str, ...]
+    python_path: tuple[str, ...] = ()
+    """Folders with the user's own code (`--config-dir`), for the `sys.path` of every actor."""
+    tree: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """The same as plain containers, all defaults filled in, as the run's folder keeps it."""
+
+    def with_role(self, role: str, **changes: Any) -> RunConfig:
+        """A copy with some fields of one role's config changed."""
+        spec = self.roles[role]
+        return replace(self, roles={**self.roles, role: Spec(spec.target, replace(spec.config, **changes))})
+
+    def with_model_path(self, path: str) -> RunConfig:
+        """A copy whose roles that name no model of their own read the policy from `path`."""
+        config = self
+        for role, spec in self.roles.items():
+            if getattr(spec.config, "model", path) is None:
+                config = config.with_role(role, model=path)
+        return config

@@ -1,0 +1,163 @@
+"""What is asked of placement and what it answers: plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from rolegraph.role import Mesh
+
+Device = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class PlacementConfig:
+    """The `placement` node: which roles share devices, and on what kind of device they run."""
+
+    colocate_groups: tuple[tuple[str, ...], ...] = ()
+    """Lists of roles that share devices and take turns; every other role gets its own."""
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    """auto: GPUs where the machine has some, else CPU cores."""
+    timeout_s: float = 30.0
+    """Seconds to wait for the devices before giving up with the need/have table."""
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with these settings by themselves."""
+        if self.timeout_s <= 0:
+            yield f"placement.timeout_s={self.timeout_s} must be more than 0 seconds"
+        seen: dict[str, int] = {}
+        for index, group in enumerate(self.colocate_groups):
+            key = f"placement.colocate_groups[{index}]"
+            if len(set(group)) < 2:
+                yield f"{key}={list(group)} names fewer than two roles: roles share devices with each other"
+            for role in dict.fromkeys(group):
+                if role in seen:
+                    yield f"{key} names role `{role}`, which is in group {seen[role]} already: one group a role"
+                seen.setdefault(role, index)
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine: its address, the ids of its GPUs, its cores."""
+
+    name: str
+    gpus: tuple[int, ...] = ()
+    cpus: float = 1.0
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What there is to place roles on."""
+
+    nodes: tuple[Node, ...]
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all nodes."""
+        return sum(len(node.gpus) for node in self.nodes)
+
+    @property
+    def cpus(self) -> float:
+        """Cores of all nodes."""
+        return sum(node.cpus for node in self.nodes)
+
+
+@dataclass(frozen=True)
+class RoleRequest:
+    """What one role asks for; null numbers are derived."""
+
+    role: str
+    count: int | None = None
+    """Ranks of an SPMD role, replicas of another."""
+    gpus: int | None = None
+    """Devices of all ranks together; 0: none, whatever the machine has."""
+    cpus: float | None = None
+    """Cores a rank where it runs on a CPU; 0: none of its own."""
+    is_spmd: bool = True
+    """One rank a device and model-parallel axes over ranks; else a replica owns all devices of its engine."""
+    light: bool = False
+    """Needs cores for moments only, and never a device."""
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+    expert: int = 1
+
+    @property
+    def model_parallel(self) -> int:
+        """Devices that hold one copy of the model."""
+        return self.tensor * self.context * self.pipeline
+
+    @property
+    def uses_gpu(self) -> bool:
+        """Whether the role takes devices on a machine that has some."""
+        return self.gpus != 0
+
+    @property
+    def devices(self) -> int:
+        """GPUs of all ranks together, on a machine that has some."""
+        if self.gpus is not None:
+            return self.gpus
+        per_rank = 1 if self.is_spmd else self.model_parallel
+        return self.count * per_rank if self.count else self.model_parallel
+
+    @property
+    def actors(self) -> int:
+        """Ranks, or replicas."""
+        if self.count:
+            return self.count
+        if self.gpus:
+            return self.gpus if self.is_spmd else self.gpus // self.model_parallel
+        return self.model_parallel if self.is_spmd else 1
+
+    @property
+    def cores(self) -> float:
+        """Cores that the role names, all ranks together; 0 when it names none."""
+        return (self.cpus or 0.0) * self.actors
+
+    def mesh(self, world_size: int) -> Mesh:
+        """The parallel sizes of `world_size` actors."""
+        if not self.is_spmd:
+            return Mesh(dp=world_size)
+        data = world_size // self.model_parallel
+        return Mesh(dp=data, pp=self.pipeline, tp=self.tensor, cp=self.context, ep=self.expert)
+
+    @property
+    def key(self) -> str:
+        """The config key of the number of ranks."""
+        return f"{self.role}.{'ranks' if self.is_spmd else 'replicas'}"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one actor runs."""
+
+    role: str
+    rank: int
+    node: str
+    device: Device
+    device_ids: tuple[int, ...]
+    """GPU ids of the node; several for an engine that spans them, none on a CPU."""
+    cores: float
+    """Cores of this actor and its children, while it is its group's turn."""
+    threads: int
+    mesh: Mesh
+    """Parallel sizes and this rank's coordinates; of a replica, the other replicas are its data-parallel peers."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The slots of every role, in rank order, and which roles share devices."""
+
+    roles: Mapping[str, tuple[Slot, ...]]
+    groups: tuple[tuple[str, ...], ...]
+    """Every role once: colocated ones together, each other one alone."""
+    device: Device
+
+    def group_of(self, role: str) -> tuple[str, ...]:
+        """The roles that share devices with `role`, itself among them."""
+        return next(group for group in self.groups if role in group)
+
+    def is_shared(self, role: str) -> bool:
+        """Whether another role uses the same devices."""
+        return len(self.group_of(role)) > 1

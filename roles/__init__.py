@@ -1,0 +1,1 @@
+"""The concrete role classes: what users import and subclass."""
