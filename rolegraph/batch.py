@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from rolegraph.columns import (
     Ragged,
@@ -171,6 +170,8 @@ class Batch:
 
     def write_parquet(self, path: str | Path) -> None:
         """Write a local batch as a Parquet file."""
+        import pyarrow.parquet as pq
+
         pq.write_table(self.table, path)
 
     # Choosing rows and columns
@@ -178,7 +179,7 @@ class Batch:
     def take(self, indices: Indices) -> Batch:
         """The rows at `indices`, in that order; repeats allowed."""
         where = np.asarray(indices, dtype=np.int64).reshape(-1)
-        if len(where) and not (0 <= where.min() and where.max() < len(self)):
+        if len(where) and (where.min() < 0 or where.max() >= len(self)):
             raise BatchError(f"row {int(where.min() if where.min() < 0 else where.max())} of {len(self)} rows")
         if len(where) and where[-1] - where[0] == len(where) - 1 and np.all(np.diff(where) == 1):
             here = self._here.slice(int(where[0]), len(where))
@@ -256,18 +257,20 @@ class Batch:
     async def fetch(self, columns: Iterable[str] | None = None) -> Batch:
         """A local batch with all columns, or with these."""
         wanted = self if columns is None else self.select(columns)
-        parcel, refs = wanted._pack()
-        return Batch(parcel.unpack(_count(await asyncio.gather(*refs))))
+        refs = Refs()
+        parcel = wanted._pack(refs)
+        return Batch(parcel.unpack(_count(await asyncio.gather(*refs.refs))))
 
     def fetch_sync(self, columns: Iterable[str] | None = None) -> Batch:
         """`fetch` for programs without an event loop."""
         wanted = self if columns is None else self.select(columns)
-        parcel, refs = wanted._pack()
-        if not refs:
+        if wanted.is_local:
             return wanted
         import ray
 
-        return Batch(parcel.unpack(_count(ray.get(refs))))
+        refs = Refs()
+        parcel = wanted._pack(refs)
+        return Batch(parcel.unpack(_count(ray.get(refs.refs))))
 
     def check_alignment(self) -> None:
         """Every per-token column has one entry a response token.
@@ -294,9 +297,9 @@ class Batch:
         # Arrow pickles the whole buffer behind a slice.
         return (Batch, (compact_table(self._here), self._away))
 
-    def _pack(self) -> tuple[Parcel, list[ObjectRef[Any]]]:
-        refs = Refs()
-        return pack(compact_table(self._here), self._away, refs), refs.refs
+    def _pack(self, refs: Refs) -> Parcel:
+        """This batch as it is sent; the objects it needs are added to `refs`."""
+        return pack(compact_table(self._here), self._away, refs)
 
     def _move(self, move: Callable[[Place], Place]) -> dict[str, Column]:
         """The columns elsewhere with `move` applied once to each place."""

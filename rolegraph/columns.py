@@ -81,7 +81,8 @@ def to_array(name: str, values: Any) -> pa.Array:
         np.cumsum([len(v) for v in values], out=offsets[1:])
         return tidy(name, pa.chunked_array([_from_flat(np.concatenate(list(values)), offsets)]))
     try:
-        return tidy(name, pa.chunked_array([pa.array(values, type=kind)]))
+        array = pa.array(values, type=None if kind == _MASK_LIST else kind)
+        return tidy(name, pa.chunked_array([array if kind is None else array.cast(kind)]))
     except (pa.ArrowException, TypeError, OverflowError) as error:
         raise BatchError(f"column {name!r} cannot be made from these values: {error}") from error
 

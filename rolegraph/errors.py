@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 
 class RoleGraphError(Exception):
     """Base of all errors raised on purpose."""
@@ -50,6 +53,7 @@ class RoleError(RoleGraphError):
         node: str = "",
         endpoint: str = "",
         remote_traceback: str = "",
+        at: float = 0.0,
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -58,6 +62,8 @@ class RoleError(RoleGraphError):
         self.node = node
         self.endpoint = endpoint
         self.remote_traceback = remote_traceback
+        self.at = at
+        """When it happened, `time.time()` on its node: tells a cause from what followed it."""
 
     def __str__(self) -> str:
         rank = "" if self.rank is None else f" rank {self.rank}"
@@ -68,9 +74,9 @@ class RoleError(RoleGraphError):
         return f"{where}{self.message}{trace}"
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_role_error, (self.message, self.role, self.rank, self.node, self.endpoint, self.remote_traceback))
+        return (functools.partial(RoleError, **self.parts), (self.message,))
 
-
-def _role_error(message: str, role: str, rank: int | None, node: str, endpoint: str, trace: str) -> RoleError:
-    """Rebuild a `RoleError` from a pickle, which cannot pass keyword arguments."""
-    return RoleError(message, role=role, rank=rank, node=node, endpoint=endpoint, remote_traceback=trace)
+    @property
+    def parts(self) -> dict[str, Any]:
+        """Everything but the message, as keyword arguments of another `RoleError`."""
+        return {name: getattr(self, name) for name in ("role", "rank", "node", "endpoint", "remote_traceback", "at")}

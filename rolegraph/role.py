@@ -135,10 +135,18 @@ class Endpoint(Generic[R, P, T, H]):
         self.fn = fn
         self.options = options
         self.name = fn.__name__
+        self.overrides: Endpoint[Any, ..., Any, Any] | None = None
         functools.update_wrapper(cast(Any, self), fn)
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
+
+    @property
+    def annotation(self) -> Any:
+        """The annotated result of the method, or of the one it overrides where it has none itself."""
+        if "return" in self.fn.__annotations__ or self.overrides is None:
+            return self.fn.__annotations__.get("return")
+        return self.overrides.annotation
 
     @overload
     def __get__(self, obj: None, owner: type) -> Self: ...
@@ -255,12 +263,15 @@ class Role:
         super().__init_subclass__(**kwargs)
         for name, value in list(vars(cls).items()):
             base = next((vars(c)[name] for c in cls.__mro__[1:] if name in vars(c)), None)
-            if isinstance(base, Endpoint) and not isinstance(value, Endpoint):
+            if not isinstance(base, Endpoint):
+                continue
+            if not isinstance(value, Endpoint):
                 if not callable(value):
                     raise TypeError(f"{cls.__name__}.{name} overrides an endpoint with {value!r}, not with a method")
-                override: Endpoint[Any, ..., Any, Any] = Endpoint(value, base.options)
-                override.__set_name__(cls, name)
-                setattr(cls, name, override)
+                value = Endpoint(value, base.options)
+                value.__set_name__(cls, name)
+                setattr(cls, name, value)
+            value.overrides = base
 
 
 def make_handle(role_class: type[R], calls: Calls) -> R:

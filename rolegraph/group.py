@@ -1,0 +1,258 @@
+"""`RoleGroup`: all actors of one role behind one typed handle."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Generic, TypeVar, cast
+
+from rolegraph.dispatch import (
+    AnyEndpoint,
+    Call,
+    Rows,
+    contiguous_parts,
+    count_items,
+    cut,
+    empty_result,
+    gather,
+    scatter,
+)
+from rolegraph.errors import BatchError, RoleError, RoleGraphError
+from rolegraph.member import Member, Sent
+from rolegraph.role import Mesh, Role, make_handle
+
+R = TypeVar("R", bound=Role)
+T = TypeVar("T")
+
+OnCall = Callable[[str, str, int, int | None, float, float], None]
+"""`on_call(role, endpoint, rank, rows, start, end)` after each actor's part of a call; times are `time.time()`."""
+
+CAUSE_GRACE_S = 2.0
+"""Seconds to wait for the error behind an error that looks like the echo of a dead peer."""
+
+_ECHO = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|closed by peer|gloo|nccl|process ?group|barrier"
+    r"|timed? ?out|socket",
+    re.IGNORECASE,
+)
+_log = logging.getLogger(__name__)
+
+
+class RoleGroup(Generic[R]):
+    """The actors of one role.
+
+    `handle` is what driver programs hold; `group_of(handle)` leads back here.
+    """
+
+    def __init__(
+        self,
+        role_class: type[R],
+        members: Sequence[Member],
+        mesh: Mesh,
+        *,
+        is_deterministic: bool = False,
+        on_call: OnCall | None = None,
+    ) -> None:
+        self.role = members[0].context.role
+        self.role_class = role_class
+        self.members = tuple(members)
+        self.mesh = mesh
+        self.is_deterministic = is_deterministic
+        self.on_call = on_call
+        self.handle: R = make_handle(role_class, self)
+
+    @property
+    def world_size(self) -> int:
+        """Actors of the role, dead ones included."""
+        return len(self.members)
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        """Ranks that no call has found dead."""
+        return tuple(rank for rank, member in enumerate(self.members) if member.alive)
+
+    def rank(self, rank: int) -> R:
+        """A handle on one actor alone: a group of one, whatever an endpoint's dispatch."""
+        alone = RoleGroup(self.role_class, [self.members[rank]], Mesh(), on_call=self.on_call)
+        alone.is_deterministic = self.is_deterministic
+        return alone.handle
+
+    def submit(self, endpoint: AnyEndpoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> asyncio.Future[Any]:
+        """Send the call's parts now; the future gives its collected result."""
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            raise RoleGraphError(
+                f"{endpoint.name}() was called without an event loop: call {endpoint.name}.sync(...) to block, or run "
+                "the program with asyncio.run()"
+            ) from None
+        return loop.create_task(self._start(endpoint, args, kwargs), name=f"{self.role}.{endpoint.name}")
+
+    def submit_sync(self, endpoint: AnyEndpoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Send the call and block for its collected result."""
+        return run_sync(self._start(endpoint, args, kwargs))
+
+    async def metrics(self) -> list[dict[str, Any]]:
+        """Of each living actor: pid, rss and peak_rss in bytes, and its running endpoints with their seconds so far."""
+        sent = [(member, member.metrics()) for member in self.members if member.alive]
+        return [await self._result(member, one, "metrics") for member, one in sent]
+
+    async def start(self) -> float:
+        """Set up every member side by side; returns the seconds of the slowest."""
+        return float(max(await self._all([member.start() for member in self.members], "setup")))
+
+    async def stop(self) -> None:
+        """Tear down every living member side by side."""
+        living = [member for member in self.members if member.alive]
+        await asyncio.gather(*(self._result(member, member.stop(), "teardown") for member in living))
+
+    def _start(self, endpoint: AnyEndpoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Coroutine[Any, Any, Any]:
+        """Send what can be sent now, and return what waits for the rest."""
+        options = endpoint.options
+        if options.dispatch == "queue" and options.execute == "all":
+            count = count_items(endpoint.name, args, kwargs)
+            if count is None:
+                raise BatchError(f"{endpoint.name}() takes its rows from a queue and was given no batch or list")
+            return _value(empty_result(endpoint, args, kwargs)) if not count else self._queue(endpoint, args, kwargs)
+        calls = scatter(endpoint, args, kwargs, self.mesh)
+        if not calls:
+            return _value(empty_result(endpoint, args, kwargs))
+        sent = [self._send(endpoint, call) for call in calls]
+        return self._collect(endpoint, calls, sent)
+
+    def _send(self, endpoint: AnyEndpoint, call: Call) -> Sent:
+        member = self.members[call.rank]
+        sent = member.send(endpoint, call.args, call.kwargs)
+        if (on_call := self.on_call) is not None:
+            rows, rank, start = None if call.rows is None else len(call.rows), member.context.rank, time.time()
+            sent.future.add_done_callback(lambda _: on_call(self.role, endpoint.name, rank, rows, start, time.time()))
+        return sent
+
+    async def _collect(self, endpoint: AnyEndpoint, calls: Sequence[Call], sent: Sequence[Sent]) -> Any:
+        members = [self.members[call.rank] for call in calls]
+        return gather(endpoint, calls, await self._all(sent, endpoint.name, members), self.mesh)
+
+    async def _all(self, sent: Sequence[Sent], name: str, members: Sequence[Member] = ()) -> list[Any]:
+        """Results of calls that belong together; raises as soon as one of them has failed."""
+        futures = [asyncio.wrap_future(one.future) for one in sent]
+        if len(futures) > 1:
+            await asyncio.wait(futures, return_when=asyncio.FIRST_EXCEPTION)
+        elif futures:
+            await asyncio.wait(futures)
+        if any(_failed(future) for future in futures):
+            raise await self._cause(futures, members or self.members, name) from None
+        return [one.decode(future.result()) for one, future in zip(sent, futures, strict=True)]
+
+    async def _cause(self, futures: Sequence[asyncio.Future[Any]], members: Sequence[Member], name: str) -> RoleError:
+        """The failure that came first, not the echo it had in the ranks that were waiting for the failed one."""
+        deadline = time.monotonic() + CAUSE_GRACE_S
+        while True:
+            pairs = zip(futures, members, strict=True)
+            failures = [member.explain(cast(Any, f.exception()), name) for f, member in pairs if _failed(f)]
+            first = min(failures, key=lambda failure: (_is_echo(failure), failure.at))
+            pending = [future for future in futures if not future.done()]
+            left = deadline - time.monotonic()
+            if not _is_echo(first) or not pending or left <= 0:
+                break
+            await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        for future in futures:
+            # Their errors are known, or come too late to matter: nobody else will ask for them.
+            future.cancel()
+        return first
+
+    async def _result(self, member: Member, sent: Sent, name: str) -> Any:
+        try:
+            return sent.decode(await asyncio.wrap_future(sent.future))
+        except Exception as error:
+            raise member.explain(error, name) from None
+
+    async def _queue(self, endpoint: AnyEndpoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Feed rows to replicas as they have room; the rows of a replica that dies are fed to another."""
+        count = count_items(endpoint.name, args, kwargs) or 0
+        rows_a_call = max(1, self.role_class.queue_rows)
+        limit = 1 if self.is_deterministic else max(1, self.role_class.queue_in_flight)
+        parts = len(self.alive) if self.is_deterministic else -(-count // rows_a_call)
+        waiting: deque[Rows] = deque(part for part in contiguous_parts(count, max(1, parts)) if len(part))
+        running: dict[asyncio.Future[Any], tuple[Call, Sent]] = {}
+        done: list[tuple[Call, Any]] = []
+        load = dict.fromkeys(self.alive, 0)
+        last: RoleError | None = None
+        while waiting or running:
+            while waiting and (room := [rank for rank in self.alive if load[rank] < limit]):
+                rank = min(room, key=lambda rank: load[rank])
+                rows = waiting.popleft()
+                call = Call(rank, *cut(args, kwargs, rows), rows)
+                sent = self._send(endpoint, call)
+                running[asyncio.wrap_future(sent.future)] = (call, sent)
+                load[rank] += 1
+            if not running:
+                lost = sum(len(rows) for rows in waiting)
+                message = f"no replica is left for {lost} of {count} rows"
+                raise (
+                    _nobody_left(last, message) if last else RoleError(message, role=self.role, endpoint=endpoint.name)
+                )
+            finished, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for future in finished:
+                call, sent = running.pop(future)
+                load[call.rank] -= 1
+                if not _failed(future):
+                    done.append((call, sent.decode(future.result())))
+                    continue
+                member = self.members[call.rank]
+                last = member.explain(cast(Any, future.exception()), endpoint.name)
+                if member.alive:
+                    raise last from None
+                _log.warning("%s: %d rows go back to the queue", last, len(cast(Any, call.rows)))
+                waiting.appendleft(cast(Any, call.rows))
+        done.sort(key=lambda pair: int(cast(Any, pair[0].rows)[0]))
+        return gather(endpoint, [call for call, _ in done], [result for _, result in done], self.mesh)
+
+
+def group_of(handle: R) -> RoleGroup[R]:
+    """The group behind a handle."""
+    group = handle.__dict__.get("_calls")
+    if not isinstance(group, RoleGroup):
+        raise RoleGraphError(f"{type(handle).__name__} is a role in its actor, not a handle on a group")
+    return group
+
+
+_runners = threading.local()
+
+
+def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end from plain code, on an event loop that this thread keeps for it."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        pass
+    else:
+        coroutine.close()
+        raise RoleGraphError("a blocking call inside an event loop would stop the whole program: await it instead")
+    runner: asyncio.Runner | None = getattr(_runners, "runner", None)
+    if runner is None:
+        runner = _runners.runner = asyncio.Runner()
+        atexit.register(runner.close)
+    return runner.run(coroutine)
+
+
+async def _value(value: T) -> T:
+    return value
+
+
+def _failed(future: asyncio.Future[Any]) -> bool:
+    return future.done() and not future.cancelled() and future.exception() is not None
+
+
+def _is_echo(failure: RoleError) -> bool:
+    """Whether the error reads like that of a rank whose peer is gone."""
+    return "the actor died" not in failure.message and _ECHO.search(failure.message) is not None
+
+
+def _nobody_left(last: RoleError, message: str) -> RoleError:
+    return RoleError(f"{message}; the last error: {last.message}", **last.parts)

@@ -1,0 +1,120 @@
+"""The host of a role: builds the role object, runs its endpoints, and turns exceptions into `RoleError`s.
+
+The same host runs inside a Ray actor (`actor.py`) and in this process (`local.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rolegraph.errors import RoleError
+from rolegraph.role import Role, RoleContext
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """A role as the graph starts it: its class and config. Pickled once and sent to every rank."""
+
+    role_class: type[Role]
+    config: Any = None
+    env: dict[str, str] = field(default_factory=dict)
+    """Environment its processes start with."""
+
+
+class Host:
+    """One role object and what it is doing."""
+
+    def __init__(self, context: RoleContext) -> None:
+        self.context = context
+        self.role: Role | None = None
+        self.busy: dict[int, tuple[str, float]] = {}
+        """The running endpoint and since when, by thread."""
+
+    def start(self, make: Callable[[], Role]) -> float:
+        """Build the role and set it up, in the thread that will run its main lane; returns seconds."""
+        started = time.perf_counter()
+        with self.guard("setup"):
+            self.role = make()
+            self.role.setup()
+        return time.perf_counter() - started
+
+    def run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one endpoint; the caller holds `guard(name)`."""
+        if self.role is None:
+            raise RuntimeError(f"the role was asked for {name}() while it is not set up")
+        return getattr(type(self.role), name)(self.role, *args, **kwargs)
+
+    def stop(self) -> None:
+        """Tear the role down; once."""
+        role, self.role = self.role, None
+        if role is not None:
+            with self.guard("teardown"):
+                role.teardown()
+
+    def guard(self, name: str) -> _Guard:
+        """A context that notes what runs and turns its exception into one `RoleError` with its traceback."""
+        return _Guard(self, name)
+
+    def metrics(self) -> dict[str, Any]:
+        """Resident and peak memory in bytes of this process, and the running endpoints with their seconds so far."""
+        now = time.perf_counter()
+        return {
+            "pid": os.getpid(),
+            "rss": _rss(),
+            "peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "busy": {name: now - since for name, since in list(self.busy.values())},
+        }
+
+
+class _Guard:
+    def __init__(self, host: Host, name: str) -> None:
+        self.host = host
+        self.name = name
+
+    def __enter__(self) -> None:
+        self.host.busy[threading.get_ident()] = (self.name, time.perf_counter())
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        self.host.busy.pop(threading.get_ident(), None)
+        # A library that calls sys.exit() must not look like an actor that was told to go.
+        if isinstance(error, (Exception, SystemExit)):
+            context = self.host.context
+            raise RoleError(
+                "".join(traceback.format_exception_only(error)).strip(),
+                at=time.time(),
+                role=context.role,
+                rank=context.rank,
+                node=context.node,
+                endpoint=self.name,
+                remote_traceback=_own_traceback(error),
+            ) from None
+
+
+def _own_traceback(error: BaseException) -> str:
+    """The traceback from the role's code on, without the frames of this module."""
+    here = error.__traceback__
+    while here is not None and here.tb_frame.f_code.co_filename == __file__:
+        here = here.tb_next
+    return "".join(traceback.format_exception(type(error), error, here))
+
+
+def _rss() -> int:
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return pages * resource.getpagesize()
+
+
+def forward_sys_path(paths: list[str]) -> None:
+    """Make what the driver can import importable here, after what is importable already."""
+    sys.path.extend(path for path in paths if path not in sys.path)

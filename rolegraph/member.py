@@ -1,0 +1,185 @@
+"""One actor as a group sees it: something that calls are sent to, in a Ray actor or in a thread of this process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rolegraph.dispatch import AnyEndpoint, returns_batch
+from rolegraph.errors import RoleError
+from rolegraph.host import Host, RoleSpec
+from rolegraph.role import RoleContext
+from rolegraph.transit import decode_result, encode_arguments
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A call on its way."""
+
+    future: Future[Any]
+    heavy: ObjectRef[Any] | None = None
+
+    def decode(self, value: Any) -> Any:
+        """The call's result from what the future gave."""
+        return value if self.heavy is None else decode_result(value, self.heavy)
+
+
+class Member(Protocol):
+    """One rank or replica."""
+
+    context: RoleContext
+    alive: bool
+
+    def send(self, endpoint: AnyEndpoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sent:
+        """Start a call."""
+
+    def start(self) -> Sent:
+        """Start the role's setup."""
+
+    def stop(self) -> Sent:
+        """Start the role's teardown."""
+
+    def metrics(self) -> Sent:
+        """Ask for memory and what runs now; answered while the main lane computes."""
+
+    def kill(self) -> None:
+        """End the member at once, whatever it does."""
+
+    def explain(self, error: BaseException, endpoint: str) -> RoleError:
+        """An error of one of its calls as the driver shows it; notes when it says that the member is dead."""
+
+
+class RayMember:
+    """A Ray actor of `actor.RoleHost`."""
+
+    def __init__(self, actor: ActorHandle[Any], context: RoleContext, log_file: str | None = None) -> None:
+        self.context = context
+        self.alive = True
+        self.actor = actor
+        self._log_file = log_file
+        self._methods: dict[AnyEndpoint, tuple[Callable[..., Any], bool]] = {}
+
+    def send(self, endpoint: AnyEndpoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sent:
+        """Start a call: references travel as arguments of their own, so that Ray fetches what they name."""
+        if endpoint not in self._methods:
+            self._methods[endpoint] = self._method(endpoint)
+        method, has_heavy = self._methods[endpoint]
+        payload, refs = encode_arguments(args, kwargs)
+        out = method(endpoint.name, payload, *refs)
+        return _sent(out[0], out[1]) if has_heavy else _sent(out)
+
+    def _method(self, endpoint: AnyEndpoint) -> tuple[Callable[..., Any], bool]:
+        lane = "queue" if endpoint.options.dispatch == "queue" else endpoint.options.lane
+        has_heavy = returns_batch(endpoint)
+        method = getattr(self.actor, lane)
+        return (method.options(num_returns=2) if has_heavy else method).remote, has_heavy
+
+    def start(self) -> Sent:
+        """Start the role's setup."""
+        return _sent(self.actor.start.remote())
+
+    def stop(self) -> Sent:
+        """Start the role's teardown."""
+        return _sent(self.actor.stop.remote())
+
+    def metrics(self) -> Sent:
+        """Ask for memory and what runs now."""
+        return _sent(self.actor.metrics.remote())
+
+    def kill(self) -> None:
+        """End the actor's process at once."""
+        import ray
+
+        self.alive = False
+        ray.kill(self.actor)
+
+    def explain(self, error: BaseException, endpoint: str) -> RoleError:
+        """The actor's own error; or what Ray knows about its death."""
+        from ray.exceptions import RayActorError, RayTaskError
+
+        cause = getattr(error, "cause", None) if isinstance(error, RayTaskError) else error
+        if isinstance(cause, RoleError):
+            return cause
+        if isinstance(cause, RayActorError):
+            self.alive = False
+            message = f"the actor died: {_exit_detail(cause)}{self._log_tail()}"
+        else:
+            message = f"the call failed in Ray: {type(cause or error).__name__}: {cause or error}"
+        context = self.context
+        return RoleError(
+            message, at=time.time(), role=context.role, rank=context.rank, node=context.node, endpoint=endpoint
+        )
+
+    def _log_tail(self, lines: int = 15) -> str:
+        if self._log_file is None or not Path(self._log_file).exists():
+            return ""
+        tail = Path(self._log_file).read_text(errors="replace").splitlines()[-lines:]
+        return "\n".join([f"\nEnd of {self._log_file}:", *tail]) if tail else f"\nIts log is {self._log_file}"
+
+
+def _sent(ref: ObjectRef[Any], heavy: ObjectRef[Any] | None = None) -> Sent:
+    future: Future[Any] = ref.future()
+    # Ray sets the result whatever happens; a waiter that is cancelled must not cancel the future under it.
+    future.set_running_or_notify_cancel()
+    return Sent(future, heavy)
+
+
+def _exit_detail(error: Exception) -> str:
+    """What Ray says about an actor's end, in one paragraph."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    keep = [line for line in lines if line and not line.startswith(("class_name:", "actor_id:", "namespace:"))]
+    return " ".join(keep)
+
+
+class LocalMember:
+    """A role in this process: its main lane is one thread, its control lane another."""
+
+    def __init__(self, spec: RoleSpec, context: RoleContext) -> None:
+        self.context = context
+        self.alive = True
+        self._spec = spec
+        self._host = Host(context)
+        self._lanes = {
+            lane: ThreadPoolExecutor(1, thread_name_prefix=f"{context.role}-{lane}") for lane in ("main", "control")
+        }
+
+    def send(self, endpoint: AnyEndpoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sent:
+        """Start a call in its lane's thread."""
+        return Sent(self._lanes[endpoint.options.lane].submit(self._run, endpoint.name, args, kwargs))
+
+    def _run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self._host.guard(name):
+            return self._host.run(name, args, kwargs)
+
+    def start(self) -> Sent:
+        """Start the role's setup."""
+        spec, context = self._spec, self.context
+        return Sent(self._lanes["main"].submit(self._host.start, lambda: spec.role_class(spec.config, context)))
+
+    def stop(self) -> Sent:
+        """Start the role's teardown."""
+        return Sent(self._lanes["main"].submit(self._host.stop))
+
+    def metrics(self) -> Sent:
+        """Ask for memory and what runs now."""
+        return Sent(self._lanes["control"].submit(self._host.metrics))
+
+    def kill(self) -> None:
+        """Take no more calls; a thread that computes cannot be ended."""
+        self.alive = False
+        for lane in self._lanes.values():
+            lane.shutdown(wait=False, cancel_futures=True)
+
+    def explain(self, error: BaseException, endpoint: str) -> RoleError:
+        """The role's own error."""
+        if isinstance(error, RoleError):
+            return error
+        return RoleError(repr(error), at=time.time(), role=self.context.role, rank=0, endpoint=endpoint)

@@ -1,0 +1,82 @@
+"""What travels between driver and actor: arguments with references beside them, results with heavy columns apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from rolegraph.batch import Batch
+from rolegraph.shards import LightPart, Parcel, Refs
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
+
+@dataclass(frozen=True)
+class Heavy:
+    """Stands in a result for a batch: its light part, and which of the result's heavy tables is its own."""
+
+    light: LightPart
+    item: int
+
+
+def encode_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[ObjectRef[Any]]]:
+    """Arguments with parcels for batches, and the objects those need: sent beside them, so that Ray fetches them."""
+    refs = Refs()
+
+    def swap(value: Any) -> Any:
+        return value._pack(refs) if isinstance(value, Batch) and not value.is_local else value
+
+    return (_map(swap, args), _map(swap, kwargs)), refs.refs
+
+
+def decode_arguments(payload: Any, objects: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments as the role's method takes them, every batch local."""
+
+    def swap(value: Any) -> Any:
+        return Batch(value.unpack(objects)) if isinstance(value, Parcel) else value
+
+    args, kwargs = payload
+    return _map(swap, args), _map(swap, kwargs)
+
+
+def encode_result(result: Any) -> tuple[Any, tuple[pa.Table, ...]]:
+    """A result without its heavy columns, and those."""
+    tables: list[pa.Table] = []
+
+    def swap(value: Any) -> Any:
+        if not isinstance(value, Batch) or not value.is_local:
+            return value
+        light, heavy = value.to_parts()
+        tables.append(heavy)
+        return Heavy(light, len(tables) - 1)
+
+    return _map(swap, result), tuple(tables)
+
+
+def decode_result(result: Any, heavy: ObjectRef[Any]) -> Any:
+    """The result as the driver holds it: batches of light columns here and heavy ones behind `heavy`."""
+
+    def swap(value: Any) -> Any:
+        return Batch.from_parts(value.light, heavy, value.item) if isinstance(value, Heavy) else value
+
+    return _map(swap, result)
+
+
+def _map(swap: Callable[[Any], Any], value: Any) -> Any:
+    """`value` with `swap` applied to itself and to what lists, tuples and dicts in it hold."""
+    if type(value) is tuple:
+        return tuple(_map(swap, item) for item in value)
+    if type(value) is list:
+        # Long lists are of numbers or text: only their first item is looked at.
+        return [_map(swap, item) for item in value] if value and _may_hold_batch(value[0]) else value
+    if type(value) is dict:
+        return {key: _map(swap, item) for key, item in value.items()}
+    return swap(value)
+
+
+def _may_hold_batch(value: Any) -> bool:
+    return isinstance(value, (Batch, Parcel, Heavy, list, tuple, dict))
