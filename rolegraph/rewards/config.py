@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rolegraph.rewards import lookup
@@ -56,6 +57,11 @@ class RewardConfig:
     start_timeout_s: float = 120.0
     """Seconds the functions' modules may take to import."""
 
+    def __post_init__(self) -> None:
+        # Actors have a working directory of their own.
+        plugins = [str(Path(p).expanduser().resolve()) if lookup.is_file(p) else p for p in self.external_plugins]
+        object.__setattr__(self, "external_plugins", plugins)
+
     def functions(self) -> tuple[FunctionSpec, ...]:
         """The functions, in order. Raises ValueError with all `problems` when there are any."""
         if found := self.problems():
@@ -72,16 +78,16 @@ class RewardConfig:
         if not self.reward_funcs:
             names = ", ".join(sorted(lookup.builtin()))
             found.append(f"reward.reward_funcs is empty: name at least one function (built in: {names})")
-        names = []
+        called: list[str] = []
         for index, entry in enumerate(self.reward_funcs):
             key = f"reward.reward_funcs[{index}]"
             if problem := _form_problem(entry):
                 found.append(f"{key}: {problem}")
                 continue
             target, kwargs, name = _parts(entry)
-            names.append(name)
+            called.append(name)
             found += [f"{key}: {text}" for text in lookup.problems(target, kwargs, self.external_plugins)]
-        for name in sorted({name for name in names if names.count(name) > 1}):
+        for name in sorted({name for name in called if called.count(name) > 1}):
             found.append(f"reward.reward_funcs: two functions are called {name!r}: add `name: ...` to one of them")
         return found
 

@@ -1,8 +1,8 @@
 """The built-in reward functions.
 
-Each takes the completions and, by name, columns of the rows (parameters without a default) and settings (parameters with
-one); it returns one number a completion, or None where the row cannot be judged. Verifiers' libraries are imported when
-first used, and by `WARM_UP` once for all workers.
+Each takes the completions and, by name, columns of the rows (parameters without a default) and settings (parameters
+with one); it returns one number a completion, or None where the row cannot be judged. Verifiers' libraries are imported
+when first used, and by `WARM_UP` once for all workers.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from rolegraph.rewards.extract import Extract, after_thinking, extract
 
 THINK_ANSWER = r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*"
 THINK_OPEN = r"\s*<think>"
+_DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[")
+_WORDS = re.compile(r"(?<![\\A-Za-z])(?!(?:sin|cos|tan|log|ln|exp|sqrt|pi)(?![A-Za-z]))[A-Za-z]{2,}")
 
 
 def exact_match(
@@ -200,11 +202,10 @@ def _same_value(gold: str, completion: str, extract_from: Extract, strict: bool)
 def _parse(text: str) -> list[Any]:
     from math_verify import parse
 
-    # LaTeX is found between its delimiters only, and a bare answer has none.
-    bare = not any(mark in text for mark in ("$", "\\boxed", "\\(", "\\["))
-    found: list[Any] = []
-    if bare and "\\" in text:
-        found = parse(f"${text}$", parsing_timeout=None)
+    # In running text math-verify looks for delimited LaTeX, then for the last number. A bare formula has no delimiters,
+    # and its last number (the 1 of x^2 + 1) is not its value.
+    bare = "\n" not in text.strip() and not _DELIMITED.search(text) and not _WORDS.search(text)
+    found: list[Any] = parse(f"${text.strip()}$", parsing_timeout=None) if bare and text.strip() else []
     return found or parse(text, parsing_timeout=None)
 
 
@@ -220,7 +221,8 @@ def _verifier(task: str) -> Callable[[str | None, Mapping[str, Any]], float]:
 
     if task not in DATASETS:
         raise ValueError(f"reasoning-gym has no task {task!r}")
-    return get_score_answer_fn(task)  # type: ignore[return-value]
+    verifier: Callable[[str | None, Mapping[str, Any]], float] = get_score_answer_fn(task)
+    return verifier
 
 
 def _warm_math() -> None:

@@ -1,6 +1,6 @@
 """Finding reward functions without importing anybody's module: by reading source, so that a config is checked at once.
 
-What source cannot tell (a name registered in a loop, a compiled module) is left to the start of the role, which imports.
+What source cannot tell (a name registered in a loop, a compiled module) is left to the start of the role.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def builtin() -> Mapping[str, Callable[..., Any]]:
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """`, did you mean ...?` or the names to choose from."""
-    names = sorted(names)
+    names = sorted(name for name in names if not name.startswith("_"))
     if close := difflib.get_close_matches(name, names, n=1, cutoff=0.5):
         return f"did you mean {close[0]!r}?"
     return f"known: {', '.join(names)}" if names else "nothing is known by any name"
@@ -48,14 +48,19 @@ def problems(target: str, kwargs: Mapping[str, Any], plugins: Sequence[str]) -> 
             return []
         advice = "a function of yours is named by its import path, or by a plugin in reward.external_plugins"
         return [f"no reward function is called {target!r}; {nearest(target, known)} ({advice})"]
-    return _path_problems(target, kwargs)
+    return _path_problems(target, kwargs, plugins)
+
+
+def is_file(plugin: str) -> bool:
+    """Whether a plugin is a file that is there."""
+    return plugin.endswith(".py") and Path(plugin).expanduser().is_file()
 
 
 def plugin_problem(plugin: str) -> str | None:
     """What is wrong with one entry of `external_plugins`."""
     if not plugin.endswith(".py"):
         return _module_problem(plugin)
-    if not Path(plugin).expanduser().is_file():
+    if not is_file(plugin):
         return f"there is no file {plugin!r} (looked in {Path.cwd()})"
     try:
         _tree(Path(plugin).expanduser())
@@ -68,21 +73,21 @@ def _setting_problems(target: str, kwargs: Mapping[str, Any], names: Sequence[st
     return [f"{target} has no setting {key!r}; {nearest(key, names)}" for key in kwargs if key not in names]
 
 
-def _path_problems(target: str, kwargs: Mapping[str, Any]) -> list[str]:
+def _path_problems(target: str, kwargs: Mapping[str, Any], plugins: Sequence[str]) -> list[str]:
     module, _, attribute = target.rpartition(".")
-    if problem := _module_problem(module):
-        return [f"{problem} (for {target!r})"]
-    source = _module_source(module)
+    # A plugin's file is a module by its own name, and sees those beside it.
+    beside = [str(Path(plugin).expanduser().parent) for plugin in plugins if plugin.endswith(".py")]
+    source = _module_source(module, beside)
     if source is None:
-        return []
+        problem = _module_problem(module)
+        return [f"{problem} (for {target!r})"] if problem else []
     try:
         tree = _tree(source)
     except SyntaxError as error:
         return [f"{source}, line {error.lineno}: {error.msg}"]
     names, certain = _top_level(tree)
     if attribute not in names:
-        functions = [name for name, node in names.items() if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-        return [f"{source} defines no {attribute!r}; {nearest(attribute, functions)}"] if certain else []
+        return [f"{source} defines no {attribute!r}; {nearest(attribute, names)}"] if certain else []
     return _source_problems(target, kwargs, names[attribute])
 
 
@@ -107,9 +112,9 @@ def _module_problem(module: str) -> str | None:
     return None
 
 
-def _module_source(module: str) -> Path | None:
+def _module_source(module: str, more: Sequence[str] = ()) -> Path | None:
     relative = Path(*module.split("."))
-    for folder in map(Path, sys.path or ["."]):
+    for folder in map(Path, (*sys.path, *more)):
         for candidate in (folder / relative.with_suffix(".py"), folder / relative / "__init__.py"):
             if candidate.is_file():
                 return candidate

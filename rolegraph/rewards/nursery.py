@@ -86,18 +86,18 @@ class Nursery:
                 # Ctrl-C is for the program, which ends the nursery in its own order.
                 start_new_session=True,
             )
-            self._control = Connection(ours.detach())
-        self._control.send(self._setup)
+            control = self._control = Connection(ours.detach())
+        control.send(self._setup)
         problem: str | None = "it did not answer"
         try:
-            if self._control.poll(self._timeout_s):
-                problem = self._control.recv()
+            if control.poll(self._timeout_s):
+                problem = control.recv()
         except (EOFError, OSError):
-            problem = f"it ended with code {self._process.wait()}"
+            problem = "its process ended (see the output above)"
         if problem is not None:
             self._stop()
             raise RewardError(f"the reward functions' libraries cannot be imported:\n{problem}")
-        return self._control
+        return control
 
     def _stop(self) -> None:
         control, process, self._control, self._process = self._control, self._process, None, None

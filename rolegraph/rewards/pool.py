@@ -76,8 +76,8 @@ class Lane:
 
     def start(self) -> list[Wants]:
         """Start every worker; returns what the functions want."""
-        first, *_ = self._threads.map(lambda worker: worker.start(), self._workers)
-        return first
+        started: list[list[Wants]] = list(self._threads.map(lambda worker: worker.start(), self._workers))
+        return started[0]
 
     def submit(self, call: Call, budget: Budget, *, alone: bool) -> Future[Scored | Fault]:
         """Queue a call; its time counts from when a worker takes it."""

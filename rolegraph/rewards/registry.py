@@ -1,4 +1,7 @@
-"""From a name or an import path to a callable, and from its signature to the columns it wants. Imports users' modules."""
+"""From a name or an import path to a callable, and from its signature to the columns it wants.
+
+This imports users' modules; `lookup` is what checks a config without.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +98,10 @@ def resolve(target: str, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
     else:
         found = _imported(target, known)
     if inspect.isclass(found):
-        return found(**kwargs)  # type: ignore[no-any-return]
+        instance: Any = found(**kwargs)
+        if not callable(instance):
+            raise TypeError(f"{target} is a class whose objects cannot be called: give it a __call__")
+        return instance
     parameters = inspect.signature(found).parameters.values()
     names = {p.name for p in list(parameters)[1:] if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):

@@ -1,9 +1,9 @@
 """The processes in which reward functions run: a nursery, and the workers it forks.
 
-The nursery imports the verifiers' libraries once and runs no function, so it is always there to answer: it forks a worker
-in milliseconds, kills one that hangs together with whatever that started, and says how one ended. It reads from one
-socket; when its parent dies, by whatever means, it reads the end of that and takes all workers with it. Users' modules
-are imported in the workers only: a module that starts threads would not survive a fork.
+The nursery imports the verifiers' libraries once and runs no function, so it is always there to answer: it forks a
+worker in milliseconds, kills one that hangs together with whatever that started, and says how one ended. It reads from
+one socket; when its parent dies, by whatever means, it reads the end of that and takes all workers with it. Users'
+modules are imported in the workers only: a module that starts threads would not survive a fork.
 
 Workers are no `multiprocessing` children: those run the parent's main module again, which inside a Ray actor is Ray's,
 and end with the thread that started them, not with the process.
@@ -77,7 +77,7 @@ def nursery(descriptor: int) -> None:
         try:
             for target, _ in setup.functions:
                 WARM_UP.get(target, lambda: None)()
-        except Exception:  # noqa: BLE001  (the parent raises it)
+        except Exception:  # the parent raises it
             control.send(traceback.format_exc())
             return
         control.send(None)
@@ -109,7 +109,7 @@ def _fork(control: Connection, setup: Setup) -> int:
             control.close()
             _serve(Connection(descriptor), setup)
             status = 0
-        except BaseException:  # noqa: BLE001  (a fork must never return into its parent's code)
+        except BaseException:  # a fork must never return into its parent's code
             traceback.print_exc()
         finally:
             os._exit(status)
@@ -138,7 +138,7 @@ def _serve(connection: Connection, setup: Setup) -> None:
         registry.load_plugins(setup.plugins)
         functions = [registry.resolve(target, kwargs) for target, kwargs in setup.functions]
         connection.send([registry.wants(function) for function in functions])
-    except BaseException:  # noqa: BLE001  (the parent raises it)
+    except BaseException:  # the parent raises it
         connection.send(traceback.format_exc())
         return
     with asyncio.Runner() as runner:
@@ -169,7 +169,7 @@ def _answer(function: Callable[..., Any], call: Call, runner: asyncio.Runner) ->
         if inspect.isawaitable(result):
             result = runner.run(_awaited(result))
         return _checked(result, len(call.completions))
-    except BaseException as error:  # noqa: BLE001  (sys.exit in a function is a fault as any other)
+    except BaseException as error:  # sys.exit in a function is a fault as any other
         text = traceback.format_exc()[-_DETAIL_CHARACTERS:]
         return Fault("exception", text or type(error).__name__)
 
@@ -200,7 +200,7 @@ def _number(value: Any) -> tuple[float | None, str | None]:
         number = float(value)
     except OverflowError:
         return None, "not_finite"
-    except Exception:  # noqa: BLE001  (a value's own conversion may raise anything)
+    except Exception:  # a value's own conversion may raise anything
         return None, "not_a_number"
     return (number, None) if math.isfinite(number) else (None, "not_finite")
 

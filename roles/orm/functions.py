@@ -48,6 +48,7 @@ class FunctionORM(ORMRole):
         if hasattr(self, "_pool"):
             self._pool.close()
 
+    @endpoint(dispatch="queue")
     def score(self, batch: Batch) -> Batch:
         """Add the rewards, the text they are about, and for rows with faults `reward_reasons` (NAME: reason; ...)."""
         texts = self._decode(batch["response_ids"].to_pylist())
@@ -105,4 +106,4 @@ def decoder(model: str, *, skip_special_tokens: bool) -> Decode:
     from transformers import AutoTokenizer
 
     slow = AutoTokenizer.from_pretrained(model)
-    return lambda ids: slow.batch_decode(list(ids), skip_special_tokens=skip_special_tokens)
+    return lambda ids: slow.batch_decode([list(row) for row in ids], skip_special_tokens=skip_special_tokens)
