@@ -9,10 +9,12 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Le
 
 from rolegraph.interfaces import LossSpec
-from rolegraph.losses.config import PolicyOptions, changed
+from rolegraph.losses.config import PolicyLossConfig, PolicyOptions, changed
 
 Estimator = Literal["grpo", "rloo", "reinforce_plus_plus"]
 Scale = Literal["group", "batch", "none"]
+
+POLICY_LOSS = "rolegraph.losses.policy.PolicyLoss"
 
 DEFAULT_SCALE: dict[Estimator, Scale] = {"grpo": "group", "rloo": "none", "reinforce_plus_plus": "batch"}
 """How each estimator scales its advantages when `scale_rewards` is null, as in the paper it comes from."""
@@ -131,6 +133,17 @@ class GRPOConfig(PolicyOptions):
         return float(self.loss.kwargs.get("beta") or 0.0) if self.loss else self.beta
 
     @property
+    def needs_entropy(self) -> bool:
+        """Whether the loss chooses tokens by the entropy they had before the steps of a generation."""
+        return float(self.loss_spec().kwargs.get("top_entropy_quantile") or 1.0) < 1
+
+    @property
+    def needs_logprobs(self) -> bool:
+        """Whether logprobs have to be kept from before the steps of a generation."""
+        kl_in_reward = self.kl_in_reward or self.loss_spec().kwargs.get("kl_returns") is not None
+        return self.steps_per_batch > 1 or kl_in_reward or self.needs_entropy
+
+    @property
     def needs_responses(self) -> bool:
         """Whether every dataset row needs a response."""
         return self.warm_start is not None
@@ -151,7 +164,7 @@ class GRPOConfig(PolicyOptions):
             options["kl_returns"] = self.scale
         if self.loss_type == "dr_grpo":
             options["max_completion_length"] = self.max_completion_length
-        return LossSpec("rolegraph.losses.policy.PolicyLoss", options)
+        return LossSpec(POLICY_LOSS, options)
 
     def check(self, run: object) -> Iterator[str]:
         """What is wrong with these settings taken together, one sentence each."""
@@ -163,6 +176,8 @@ class GRPOConfig(PolicyOptions):
         if self.kl_in_reward and self.beta == 0:
             yield "algorithm.kl_in_reward=true has no effect with beta=0: set algorithm.beta above 0"
         if self.loss is not None:
+            if self.loss.target == POLICY_LOSS:
+                yield from PolicyLossConfig(**self.loss.kwargs).check(run)
             for name in [f.name for f in fields(PolicyOptions)] + ["kl_in_reward"]:
                 if changed(self, name):
                     yield (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -74,7 +75,7 @@ def recorded_reduce(loss: Any, every: Sequence[TokenBatch]) -> Reduce:
     """Reductions over ranks without threads: the k-th reduction of each rank is replayed until all are known."""
     known: list[list[Tensor]] = []
 
-    class Pending(Exception):
+    class PendingError(Exception):
         pass
 
     def replay(tokens: TokenBatch) -> list[Tensor]:
@@ -84,15 +85,13 @@ def recorded_reduce(loss: Any, every: Sequence[TokenBatch]) -> Reduce:
             def reduce(value: Tensor) -> Tensor:
                 asked.append(value)
                 if len(asked) > len(known):
-                    raise Pending
+                    raise PendingError
                 return combine(kind, known[len(asked) - 1])
 
             return reduce
 
-        try:
+        with suppress(PendingError):
             loss.prepare(tokens, Reduce(sum=ask("sum"), max=ask("max"), gather=ask("gather")))
-        except Pending:
-            pass
         return asked
 
     while True:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from batches import Row, batch, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ from rolegraph.interfaces import LossSpec
 from rolegraph.losses import resolve
 from rolegraph.losses.config import PolicyLossConfig
 from rolegraph.losses.policy import PolicyLoss
+from tests.rolegraph.losses.batches import Row, batch, run
 
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"]
 LEVELS = ["token", "sequence", "sequence_token"]
@@ -241,8 +241,14 @@ def test_beta_adds_the_k3_kl() -> None:
 
 @pytest.mark.parametrize(
     ("how", "threshold", "weight"),
-    [(None, None, 1.0), ("truncate", None, 2.0), ("truncate", 2.5, 2.5), ("truncate", 9.0, 3.0), ("mask", None, 0.0)]
-    + [("mask", 9.0, 3.0)],
+    [
+        (None, None, 1.0),
+        ("truncate", None, 2.0),
+        ("truncate", 2.5, 2.5),
+        ("truncate", 9.0, 3.0),
+        ("mask", None, 0.0),
+        ("mask", 9.0, 3.0),
+    ],
 )
 def test_rollout_importance_correction(how: str | None, threshold: float | None, weight: float) -> None:
     """Trainer probability 3 times the rollout's."""

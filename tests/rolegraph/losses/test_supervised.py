@@ -6,11 +6,11 @@ import sys
 import types
 
 import pytest
-from batches import Row, run
 
 from rolegraph.interfaces import LossSpec
 from rolegraph.losses import resolve
 from rolegraph.losses.types import LossOutput, TokenBatch
+from tests.rolegraph.losses.batches import Row, run
 
 
 def test_cross_entropy_is_the_mean_over_the_global_batch() -> None:

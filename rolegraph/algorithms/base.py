@@ -1,0 +1,64 @@
+"""What every driver program has: a config, the run it is part of, and handles on the roles it names."""
+
+from __future__ import annotations
+
+import math
+import types
+import typing
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from rolegraph.role import Role
+
+if TYPE_CHECKING:
+    from rolegraph.run import Run
+
+
+class Algorithm:
+    """A driver program over typed handles.
+
+    Its class annotations say which roles it needs (`orm: ORMRole`) or takes if they are there (`orm: ORMRole | None`);
+    they are handles, or None, by the time `run` is called::
+
+        class Greet(Algorithm):
+            Config = GreetConfig
+            config: GreetConfig
+            rollout: RolloutRole
+
+            async def run(self) -> None:
+                print(len(await self.rollout.generate(self.job.dataset.rows, SamplingParams())))
+    """
+
+    Config: ClassVar[type[Any]]
+    """The dataclass of the algorithm's config."""
+    config: Any
+
+    def __init__(self, config: Any, run: Run) -> None:
+        self.config = config
+        self.job = run
+        """The run: its config, dataset, telemetry and weight sync."""
+
+    @classmethod
+    def roles(cls) -> dict[str, tuple[type[Role], bool]]:
+        """The roles of the class annotations by name: their interface, and whether the algorithm can do without."""
+        found: dict[str, tuple[type[Role], bool]] = {}
+        for name, hint in typing.get_type_hints(cls).items():
+            members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+            for member in members:
+                if isinstance(member, type) and issubclass(member, Role):
+                    found[name] = (member, types.NoneType in members)
+        return found
+
+    async def run(self) -> None:
+        """The program, from the first step to the last."""
+        raise NotImplementedError
+
+    async def sync(self) -> None:
+        """Bring the trainer's weights into the engines."""
+        if self.job.sync is not None:
+            with self.job.telemetry.phase("sync", "train", "rollout"):
+                await self.job.sync.sync()
+
+    def steps(self, rows_per_step: float) -> int:
+        """Optimizer steps of the run: `max_steps`, or as many as a pass over the dataset has."""
+        wanted: int | None = self.job.config.max_steps
+        return math.ceil(len(self.job.dataset) / rows_per_step) if wanted is None else wanted

@@ -1,0 +1,195 @@
+"""GRPO and its kin: sample a prompt several times, compare the samples, and make the better ones likelier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from rolegraph.algorithms import metrics as measure
+from rolegraph.algorithms.base import Algorithm
+from rolegraph.algorithms.config import GRPOConfig
+from rolegraph.algorithms.sft import supervised
+from rolegraph.batch import Batch
+from rolegraph.interfaces import Metrics, ORMRole, RolloutRole, SamplingParams, TrainRole
+from rolegraph.losses import advantages
+
+if TYPE_CHECKING:
+    from rolegraph.run import Run
+
+RESPONSE_COLUMNS = ("response_ids", "response_mask", "response_length", "length")
+"""What dataset rows with a response bring, and samples get anew."""
+MAX_RESAMPLE_TIMES = 3
+
+
+class GRPO(Algorithm):
+    """Generations of samples, each used for `steps_per_generation * num_iterations` optimizer steps.
+
+    The driver sees ids, lengths, rewards and advantages; token columns stay in the object store. A generation counts
+    its planned optimizer steps even where rows were dropped and a step is left out, so that a run always ends.
+    """
+
+    Config: ClassVar[type[GRPOConfig]] = GRPOConfig
+    config: GRPOConfig
+    train: TrainRole
+    rollout: RolloutRole
+    orm: ORMRole
+
+    def __init__(self, config: GRPOConfig, run: Run) -> None:
+        super().__init__(config, run)
+        self.loss = config.loss_spec()
+        self.prompts = run.dataset.batches(config.prompts_per_generation, run.config.seed)
+        self.rounds = 0
+        """Calls of `generate` so far, the `step` of their samples: no two samples of a run share a seed."""
+
+    async def run(self) -> None:
+        """Generate, score, compare, step; until the steps of the run are taken."""
+        telemetry, config = self.job.telemetry, self.config
+        await self.warm_start()
+        steps, step = self.steps(config.prompts_per_generation / config.steps_per_batch), 0
+        telemetry.stage("grpo", steps)
+        while step < steps:
+            await self.sync()
+            samples, metrics = await self.sample()
+            samples = await self.score_tokens(samples)
+            samples = self.with_advantages(samples)
+            telemetry.samples(step + 1, samples)
+            for batch in optimizer_batches(samples, config.steps_per_generation, config.num_iterations):
+                step += 1
+                metrics |= await self.step(batch)
+                telemetry.step(step, metrics)
+                metrics = {}
+                if step == steps:
+                    break
+
+    async def warm_start(self) -> None:
+        """Supervised steps on the dataset's responses, when the config has them."""
+        warm = self.config.warm_start
+        if warm is None:
+            return
+        rows = warm.global_batch_size or self.config.global_batch_size
+        await supervised(self.train, self.job, stage="warm_start", steps=warm.max_steps, rows=rows, lr=warm.lr)
+        await self.train.reset_optimizer()
+        if self.config.needs_reference:
+            await self.train.save_reference()
+
+    async def sample(self) -> tuple[Batch, Metrics]:
+        """The samples of a generation whose rewards are there, and what was drawn for them.
+
+        With `dynamic_sample`, groups without spread are replaced by those of further prompts, at most
+        `max_resample_times` times (DAPO, arXiv:2503.14476); what is drawn beyond the generation is left out.
+        """
+        wanted, again = self.config.prompts_per_generation, 0
+        if self.config.dynamic_sample:
+            again = self.config.max_resample_times or MAX_RESAMPLE_TIMES
+        drawn: list[Batch] = []
+        useful: list[Batch] = []
+        found = 0
+        for _ in range(1 + again):
+            samples = await self.draw(first_group=len(drawn) * wanted)
+            groups = advantages.group_statistics(samples.numpy("reward"), samples.numpy("group"))
+            self.report_empty(samples, groups)
+            keep = groups.valid & (groups.rows_with_spread() if self.config.dynamic_sample else True)
+            drawn.append(samples)
+            useful.append(samples.filter(keep))
+            found += len(np.unique(useful[-1].numpy("group")))
+            if found >= wanted:
+                break
+        everything, kept = Batch.concat(drawn), first_groups(Batch.concat(useful), wanted)
+        return kept, self.measure(everything, kept, len(drawn))
+
+    async def draw(self, first_group: int) -> Batch:
+        """Responses to the next prompts, with their rewards; prompts are numbered from `first_group`."""
+        telemetry, config = self.job.telemetry, self.config
+        prompts = next(self.prompts).drop(RESPONSE_COLUMNS)
+        numbers = np.arange(first_group, first_group + len(prompts), dtype=np.int32)
+        sampling = SamplingParams(
+            n=config.num_generations,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            min_p=config.min_p,
+            max_tokens=config.max_completion_length,
+            seed=self.job.config.seed,
+            step=self.rounds,
+        )
+        self.rounds += 1
+        with telemetry.phase("generate", "rollout"):
+            samples = await self.rollout.generate(prompts.with_columns({"group": numbers}), sampling)
+        with telemetry.phase("score", "orm"):
+            return await self.orm.score(samples)
+
+    async def score_tokens(self, samples: Batch) -> Batch:
+        """Add the trainer's logprobs where the loss compares with them, and the reference's.
+
+        A generation that is used for one step needs none of its own: the loss then compares with the current ones.
+        """
+        config, train = self.config, self.train
+        if not len(samples):
+            return samples
+        if config.needs_logprobs:
+            with self.job.telemetry.phase("logprobs", "train"):
+                scores = await train.logprobs(samples, temperature=config.temperature, entropy=config.needs_entropy)
+            samples = beside(samples, scores)
+        if config.needs_reference:
+            with self.job.telemetry.phase("ref_logprobs", "train"):
+                scores = await train.logprobs(samples, temperature=config.temperature, reference=True)
+            samples = beside(samples, scores)
+        return samples
+
+    def with_advantages(self, samples: Batch) -> Batch:
+        """Add the column `advantage`, and leave out cut-off responses where the config says so."""
+        config = self.config
+        reward = samples.numpy("reward")
+        if config.kl_on_rows and len(samples):
+            reward = reward - config.beta * samples.numpy("ref_kl")
+        found = advantages.compute(
+            reward, samples.numpy("group"), estimator=config.advantage_estimator, scale=config.scale
+        )
+        samples = samples.with_columns({"advantage": found.values})
+        return samples.filter(~measure.truncated(samples)) if config.overlong_filter else samples
+
+    async def step(self, batch: Batch) -> Metrics:
+        """One optimizer step; none where nothing is left to learn from."""
+        if not len(batch):
+            self.job.telemetry.event("step left out: no sample of it is left to train on")
+            return {"step/left_out": 1.0}
+        with self.job.telemetry.phase("train", "train"):
+            metrics = await self.train.step(batch, loss=self.loss, temperature=self.config.temperature)
+        return measure.of_step(metrics)
+
+    def measure(self, drawn: Batch, kept: Batch, rounds: int) -> Metrics:
+        """The metrics of a generation, over everything that was drawn for it."""
+        groups = advantages.group_statistics(drawn.numpy("reward"), drawn.numpy("group"))
+        version = self.job.sync.version if self.job.sync is not None else 0
+        overlong = int(measure.truncated(kept).sum()) if self.config.overlong_filter else 0
+        found = measure.of_samples(drawn, groups, version)
+        found |= {"rows/drawn": float(len(drawn)), "rows/dropped": float(len(drawn) - len(kept) + overlong)}
+        return found | ({"resample/rounds": rounds - 1.0} if self.config.dynamic_sample else {})
+
+    def report_empty(self, samples: Batch, groups: advantages.Groups) -> None:
+        """Name the prompts none of whose samples has a reward; they are dropped."""
+        if len(groups.empty):
+            first = [int(np.flatnonzero(samples.numpy("group") == group)[0]) for group in groups.empty]
+            names = ", ".join(samples["uid"].take(first).to_pylist())
+            self.job.telemetry.event(f"dropped, no sample has a reward: {names}")
+
+
+def beside(samples: Batch, scores: Batch) -> Batch:
+    """The columns of `scores` that `samples` lack, beside those it has."""
+    return samples.merge(scores.select([name for name in scores.column_names if name not in samples]))
+
+
+def first_groups(samples: Batch, count: int) -> Batch:
+    """The rows of the first `count` groups."""
+    groups = np.unique(samples.numpy("group"))
+    return samples if len(groups) <= count else samples.filter(samples.numpy("group") < groups[count])
+
+
+def optimizer_batches(samples: Batch, steps: int, iterations: int) -> Iterator[Batch]:
+    """Cut whole groups into `steps` batches, as equal as can be, and go over them `iterations` times."""
+    group = samples.numpy("group")
+    parts = [samples.filter(np.isin(group, ids)) for ids in np.array_split(np.unique(group), steps)]
+    for _ in range(iterations):
+        yield from parts

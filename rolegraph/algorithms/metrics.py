@@ -1,0 +1,76 @@
+"""Numbers about samples from their light columns, and about steps, under the names a log has them by."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rolegraph.batch import Batch
+from rolegraph.interfaces import Metrics
+from rolegraph.losses.advantages import Groups
+
+
+def of_step(metrics: Metrics) -> Metrics:
+    """A train role's metrics, its own time under a name that says it is one."""
+    return {("seconds/optimizer_step" if name == "seconds" else name): value for name, value in metrics.items()}
+
+
+def of_samples(samples: Batch, groups: Groups, version: int) -> Metrics:
+    """What one generation drew; `version` is that of the weights the engines were last given."""
+    return {**of_rewards(samples), **of_groups(groups), **of_lengths(samples), **of_versions(samples, version)}
+
+
+def of_rewards(samples: Batch) -> Metrics:
+    """Mean and standard deviation of the rewards there are, the means of their parts, and what is missing."""
+    reward = samples.numpy("reward")
+    found: Metrics = {
+        "reward/mean": _mean(reward),
+        "reward/std": float(np.nanstd(reward)) if np.isfinite(reward).any() else 0.0,
+        "reward/null": float(np.count_nonzero(~np.isfinite(reward))),
+    }
+    if "reward_faults" in samples:
+        found["reward/faults"] = float(samples.numpy("reward_faults").sum())
+    for name in samples.column_names:
+        if name.startswith("rewards/"):
+            found[f"{name}/mean"] = _mean(samples.numpy(name))
+    return found
+
+
+def of_groups(groups: Groups) -> Metrics:
+    """Prompts sampled, the share of them whose rewards are all equal, and those without any reward."""
+    equal = (groups.count > 0) & ~groups.spread
+    return {
+        "groups/count": float(len(groups.ids)),
+        "groups/equal": float(equal.mean()) if len(equal) else 0.0,
+        "groups/empty": float(len(groups.empty)),
+    }
+
+
+def of_lengths(samples: Batch) -> Metrics:
+    """Response tokens a row, and the share of rows that were cut off."""
+    lengths = samples.numpy("response_length")
+    if not len(lengths):
+        return {}
+    return {
+        "response_length/mean": float(lengths.mean()),
+        "response_length/max": float(lengths.max()),
+        "response_length/min": float(lengths.min()),
+        "response_length/truncated": float(truncated(samples).mean()),
+    }
+
+
+def of_versions(samples: Batch, version: int) -> Metrics:
+    """The oldest weights that a token of these samples came from, and how many syncs ago they were the newest."""
+    if "weight_version" not in samples or not len(samples):
+        return {}
+    oldest = int(samples.numpy("weight_version").min())
+    return {"weight_version": float(oldest), "staleness": float(version - oldest)}
+
+
+def truncated(samples: Batch) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """[rows] whether the response was cut off at the longest length allowed."""
+    return np.asarray([reason == "length" for reason in samples["finish_reason"].to_pylist()], dtype=bool)
+
+
+def _mean(values: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> float:
+    present = values[np.isfinite(values)]
+    return float(present.mean()) if len(present) else 0.0

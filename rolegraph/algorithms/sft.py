@@ -1,0 +1,57 @@
+"""Supervised training: on responses, on raw text, and as the warm start of other algorithms."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from rolegraph.algorithms.base import Algorithm
+from rolegraph.algorithms.config import PTConfig, SFTConfig
+from rolegraph.algorithms.metrics import of_step
+from rolegraph.interfaces import LossSpec, TrainRole
+
+if TYPE_CHECKING:
+    from rolegraph.run import Run
+
+CROSS_ENTROPY = LossSpec("rolegraph.losses.supervised.cross_entropy")
+
+
+class SFT(Algorithm):
+    """Cross-entropy on the dataset's responses."""
+
+    Config: ClassVar[type[SFTConfig]] = SFTConfig
+    config: SFTConfig
+    train: TrainRole
+    stage = "sft"
+
+    async def run(self) -> None:
+        """Take the steps of the run, or of one pass over the dataset."""
+        rows = self.config.global_batch_size
+        loss = self.config.loss or CROSS_ENTROPY
+        await supervised(self.train, self.job, stage=self.stage, steps=self.steps(rows), rows=rows, loss=loss)
+
+
+class PT(SFT):
+    """Cross-entropy on raw text, every token of it."""
+
+    Config: ClassVar[type[SFTConfig]] = PTConfig
+    stage = "pt"
+
+
+async def supervised(
+    train: TrainRole,
+    run: Run,
+    *,
+    stage: str,
+    steps: int,
+    rows: int,
+    loss: LossSpec = CROSS_ENTROPY,
+    lr: float | None = None,
+) -> None:
+    """`steps` optimizer steps of `rows` dataset rows each, in the run's seeded order; `lr` overrides the schedule."""
+    run.telemetry.stage(stage, steps)
+    batches = run.dataset.batches(rows, run.config.seed)
+    for step in range(1, steps + 1):
+        batch = next(batches)
+        with run.telemetry.phase("train", "train"):
+            metrics = await train.step(batch, loss=loss, lr=lr)
+        run.telemetry.step(step, of_step(metrics))

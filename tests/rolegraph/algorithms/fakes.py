@@ -1,0 +1,216 @@
+"""Roles and a run in memory: what the driver programs call, recorded, with token columns nobody can read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from rolegraph.batch import Batch
+from rolegraph.data.dataset import Batches
+from rolegraph.interfaces import LossSpec, SamplingParams
+
+
+def away(columns: Mapping[str, Any]) -> Batch:
+    """A batch as the driver has it after a call; reading a token column raises, and fetching one would crash."""
+    light, _ = Batch.from_columns(columns).to_parts()
+    return Batch.from_parts(light, object())  # type: ignore[arg-type]
+
+
+class Dataset:
+    """Prompts p0, p1, ... in order; with responses where a warm start needs them."""
+
+    def __init__(self, size: int, responses: bool = False) -> None:
+        columns: dict[str, Any] = {
+            "uid": [f"p{i}" for i in range(size)],
+            "prompt_ids": [[1, i] for i in range(size)],
+            "prompt_length": np.full(size, 2, np.int32),
+            "answer": [str(i) for i in range(size)],
+        }
+        if responses:
+            columns |= {
+                "response_ids": [[7]] * size,
+                "response_length": np.ones(size, np.int32),
+                "length": np.full(size, 3, np.int32),
+            }
+        self.rows = away(columns)
+        self.asked: list[tuple[int, int]] = []
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def batches(self, size: int, seed: int, start: int = 0) -> Batches:
+        self.asked.append((size, seed))
+        return Batches(self.rows, size, seed, shuffle=False, start=start)
+
+
+class Telemetry:
+    """Keeps everything it is told."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+        self.stages: list[tuple[str, int]] = []
+        self.steps: list[tuple[int, dict[str, float]]] = []
+        self.events: list[str] = []
+        self.phases: list[str] = []
+        self.sampled: list[tuple[int, Batch]] = []
+
+    @contextmanager
+    def phase(self, name: str, *roles: str) -> Iterator[None]:
+        self.phases.append(name)
+        yield
+
+    def stage(self, name: str, steps: int) -> None:
+        self.stages.append((name, steps))
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.calls.append(f"log {step}")
+        self.steps.append((step, dict(metrics)))
+
+    def samples(self, step: int, batch: Batch) -> None:
+        self.sampled.append((step, batch))
+
+    def event(self, text: str) -> None:
+        self.events.append(text)
+
+    def metric(self, name: str) -> list[float | None]:
+        """One metric over the steps, None where a step did not log it."""
+        return [metrics.get(name) for _, metrics in self.steps]
+
+
+class Sync:
+    def __init__(self, calls: list[str]) -> None:
+        self.calls, self.version = calls, 0
+
+    async def sync(self) -> float:
+        self.version += 1
+        self.calls.append(f"sync {self.version}")
+        return 0.0
+
+
+class Train:
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+        self.steps: list[tuple[Batch, LossSpec, float, float | None]] = []
+        self.scored: list[Batch] = []
+        self.ref_kl: Callable[[Batch], np.ndarray[Any, Any]] = lambda batch: np.zeros(len(batch))
+
+    async def step(
+        self, batch: Batch, *, loss: LossSpec, temperature: float = 1.0, lr: float | None = None
+    ) -> dict[str, float]:
+        self.calls.append("step")
+        self.steps.append((batch, loss, temperature, lr))
+        return {"loss": 0.5, "tokens": float(batch.numpy("response_length").sum()), "seconds": 1.25}
+
+    async def logprobs(
+        self, batch: Batch, *, temperature: float = 1.0, reference: bool = False, entropy: bool = False
+    ) -> Batch:
+        self.calls.append(f"{'ref_' if reference else ''}logprobs at {temperature}" + (" entropy" if entropy else ""))
+        self.scored.append(batch)
+        token_columns = {"ref_logprobs": [[0.0]] * len(batch)} if reference else {"logprobs": [[0.0]] * len(batch)}
+        columns: dict[str, Any] = dict(token_columns)
+        if entropy:
+            columns["entropy"] = [[0.0]] * len(batch)
+        if reference and "logprobs" in batch:
+            columns["ref_kl"] = self.ref_kl(batch)
+        return away(columns)
+
+    async def reset_optimizer(self) -> list[None]:
+        self.calls.append("reset_optimizer")
+        return [None]
+
+    async def save_reference(self) -> list[None]:
+        self.calls.append("save_reference")
+        return [None]
+
+
+@dataclass
+class Rollout:
+    calls: list[str]
+    sync: Sync
+    lengths: Callable[[int], int] = lambda row: 4
+    prompts: list[Batch] = field(default_factory=list)
+    sampling: list[SamplingParams] = field(default_factory=list)
+
+    async def generate(self, prompts: Batch, sampling: SamplingParams) -> Batch:
+        self.calls.append("generate")
+        self.prompts.append(prompts)
+        self.sampling.append(sampling)
+        rows = prompts.repeat(sampling.n)
+        size = len(rows)
+        lengths = [self.lengths(i) for i in range(size)]
+        drawn = away(
+            {
+                "repeat": np.tile(np.arange(sampling.n, dtype=np.int32), len(prompts)),
+                "step": np.full(size, sampling.step, np.int32),
+                "response_ids": [[5] * n for n in lengths],
+                "rollout_logprobs": [[0.0] * n for n in lengths],
+                "finish_reason": ["length" if n == sampling.max_tokens else "stop" for n in lengths],
+                "weight_version": np.full(size, self.sync.version, np.int64),
+                "response_length": np.array(lengths, np.int32),
+                "length": np.array(lengths, np.int32) + 2,
+            }
+        )
+        return rows.merge(drawn)
+
+
+@dataclass
+class ORM:
+    """Rewards by call: `rewards[k]` are those of call k, the last ones for all further calls."""
+
+    calls: list[str]
+    rewards: Sequence[Sequence[float | None]]
+    rounds: int = 0
+
+    async def score(self, batch: Batch) -> Batch:
+        self.calls.append("score")
+        rewards = list(self.rewards[min(self.rounds, len(self.rewards) - 1)])
+        self.rounds += 1
+        return batch.with_columns(
+            {
+                "reward": np.array([np.nan if r is None else r for r in rewards]),
+                "rewards/exact": np.array([np.nan if r is None else r for r in rewards]),
+                "reward_faults": np.array([r is None for r in rewards], np.int32),
+            }
+        )
+
+
+class World:
+    """An algorithm with everything it talks to."""
+
+    def __init__(
+        self,
+        algorithm: type[Any],
+        config: Any,
+        *,
+        rewards: Sequence[Sequence[float | None]] = ((0.0,),),
+        rows: int = 8,
+        max_steps: int | None = 1,
+        seed: int = 3,
+    ) -> None:
+        self.calls: list[str] = []
+        self.telemetry, self.sync = Telemetry(self.calls), Sync(self.calls)
+        self.dataset = Dataset(rows, responses=config.needs_responses)
+        job = SimpleNamespace(
+            config=SimpleNamespace(seed=seed, max_steps=max_steps),
+            dataset=self.dataset,
+            telemetry=self.telemetry,
+            sync=self.sync,
+        )
+        self.algorithm = algorithm(config, job)
+        self.train, self.rollout = Train(self.calls), Rollout(self.calls, self.sync)
+        self.orm = ORM(self.calls, rewards)
+        for name in algorithm.roles():
+            setattr(self.algorithm, name, getattr(self, name))
+
+    async def run(self) -> World:
+        await self.algorithm.run()
+        return self
+
+    def trained(self, column: str) -> list[list[Any]]:
+        """A light column of the batch of each optimizer step."""
+        return [batch[column].to_pylist() for batch, *_ in self.train.steps]
