@@ -13,6 +13,7 @@ from rolegraph.losses.config import PolicyLossConfig, PolicyOptions, changed
 
 Estimator = Literal["grpo", "rloo", "reinforce_plus_plus"]
 Scale = Literal["group", "batch", "none"]
+Needs = Literal["prompt", "response", "text"]
 
 POLICY_LOSS = "rolegraph.losses.policy.PolicyLoss"
 
@@ -35,9 +36,9 @@ class SFTConfig:
         return False
 
     @property
-    def needs_responses(self) -> bool:
-        """Whether every dataset row needs a response."""
-        return True
+    def data_needs(self) -> Needs:
+        """What every dataset row must have."""
+        return "response"
 
     def check(self, run: object) -> Iterator[str]:
         """Rules across fields; none here."""
@@ -47,6 +48,11 @@ class SFTConfig:
 @dataclass(frozen=True, kw_only=True)
 class PTConfig(SFTConfig):
     """Cross-entropy on raw text, every token of it."""
+
+    @property
+    def data_needs(self) -> Needs:
+        """What every dataset row must have."""
+        return "text"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,9 +150,9 @@ class GRPOConfig(PolicyOptions):
         return self.steps_per_batch > 1 or kl_in_reward or self.needs_entropy
 
     @property
-    def needs_responses(self) -> bool:
-        """Whether every dataset row needs a response."""
-        return self.warm_start is not None
+    def data_needs(self) -> Needs:
+        """What every dataset row must have: a warm start learns from responses."""
+        return "prompt" if self.warm_start is None else "response"
 
     @property
     def kl_on_rows(self) -> bool:

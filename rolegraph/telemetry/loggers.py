@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,8 +35,6 @@ class TensorBoard:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one event with every metric as a scalar."""
         values = [self._summary_pb2.Summary.Value(tag=key, simple_value=value) for key, value in metrics.items()]
-        import time
-
         event = self._event_pb2.Event(step=step, wall_time=time.time())
         event.summary.CopyFrom(self._summary_pb2.Summary(value=values))
         self._events.add_event(event)
@@ -78,7 +77,9 @@ def require(module: str, package: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ConfigError(f"logger={package} needs the package {package}: pip install 'rolegraph[{package}]'") from error
+        raise ConfigError(
+            f"logger={package} needs the package {package}: pip install 'rolegraph[{package}]'"
+        ) from error
 
 
 def open_trackers(names: Sequence[str], run_dir: Path, name: str, config: Mapping[str, Any]) -> list[Tracker]:

@@ -103,7 +103,9 @@ def write_report(run_dir: Path, title: str) -> Path | None:
     if not rows:
         return None
     stages = list(dict.fromkeys(str(row.get("stage", "run")) for row in rows))
-    sections = [stage_section(stage, [row for row in rows if str(row.get("stage", "run")) == stage]) for stage in stages]
+    sections = [
+        stage_section(stage, [row for row in rows if str(row.get("stage", "run")) == stage]) for stage in stages
+    ]
     page = (
         f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{html.escape(title)}</title>"
         f"<meta name='viewport' content='width=device-width'><style>{STYLE}</style>"

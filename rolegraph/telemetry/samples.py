@@ -1,14 +1,26 @@
-"""Samples as Parquet files, written by a worker: the driver never holds the tokens it saves."""
+"""Samples as Parquet files. With Ray a worker writes them: the driver never holds the tokens it saves."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 from rolegraph.batch import Batch
+from rolegraph.transit import decode_arguments, encode_arguments
 
 
-def write_samples(batch: Batch, path: str) -> int:
-    """Write all columns of a batch to one Parquet file; returns the number of rows."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
+def save_here(batch: Batch, path: str) -> None:
+    """Write all columns of a batch to one Parquet file, in this process."""
+    batch.fetch_sync().write_parquet(path)
+
+
+def save_in_task(batch: Batch, path: str) -> None:
+    """Have a Ray worker write the batch; returns at once."""
+    import ray
+
+    payload, refs = encode_arguments((batch, path), {})
+    ray.remote(_save).options(num_cpus=0).remote(payload, *refs)
+
+
+def _save(payload: Any, *objects: Any) -> None:
+    (batch, path), _ = decode_arguments(payload, objects)
     batch.write_parquet(path)
-    return len(batch)

@@ -1,0 +1,181 @@
+"""One run, from a checked config to its end: places the roles, starts them beside the data, and runs the algorithm."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib
+import time
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rolegraph.algorithms.base import Algorithm
+from rolegraph.algorithms.config import Needs
+from rolegraph.config.schema import RunConfig, Spec
+from rolegraph.data import Dataset
+from rolegraph.errors import ConfigError
+from rolegraph.graph import GraphOptions, RoleGraph
+from rolegraph.host import RoleSpec
+from rolegraph.models import ensure
+from rolegraph.placement import Inventory, Plan, plan, requests, this_machine
+from rolegraph.role import Role
+from rolegraph.telemetry import Telemetry
+from rolegraph.telemetry.report import write_report
+from rolegraph.telemetry.samples import save_here, save_in_task
+from rolegraph.weights import WeightSync
+
+
+@dataclass
+class Run:
+    """What an algorithm is given beside its config and the handles on its roles."""
+
+    config: RunConfig
+    dataset: Dataset
+    telemetry: Telemetry
+    sync: WeightSync | None = None
+    """Brings the trainer's weights into the engines; None where no role generates."""
+
+
+def main(config: RunConfig) -> None:
+    """Run to the end. Ctrl-C and SIGTERM free every actor first; errors are those of the part that failed."""
+    run_dir = Path(config.output_dir or "outputs").absolute()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    save_config(config, run_dir / "config.yaml")
+    try:
+        asyncio.run(_run(config, run_dir))
+    finally:
+        report = write_report(run_dir, f"{_exp_name(config)} in {run_dir.name}")
+        if report is not None:
+            _say_where(run_dir)
+
+
+async def _run(config: RunConfig, run_dir: Path) -> None:
+    algorithm_class = _algorithm_class(config.algorithm)
+    started = time.monotonic()
+    telemetry = Telemetry(
+        run_dir,
+        roles=tuple(config.roles),
+        loggers=config.logger.names,
+        name=_exp_name(config),
+        config=config.tree,
+        samples_every=config.logger.samples_every,
+        save_samples=save_in_task if config.use_ray else save_here,
+    )
+    async with AsyncExitStack() as stack:
+        stack.callback(telemetry.close)
+        model_path = await asyncio.to_thread(ensure, config.model)
+        config = config.with_model_path(model_path)
+        inventory = await asyncio.to_thread(_connect, config, stack)
+        placed = plan(inventory, requests(config.roles), config.placement)
+        loading = asyncio.create_task(_load(config, model_path))
+        stack.callback(loading.cancel)
+        graph = await stack.enter_async_context(_graph(config, placed, run_dir))
+        dataset = await loading
+        for line in dataset.report.lines():
+            telemetry.event(line)
+        slow = ", ".join(f"{role} {seconds:.0f} s" for role, seconds in graph.startup.items())
+        telemetry.event(f"roles ready after {time.monotonic() - started:.0f} s ({slow})")
+        run = Run(config, dataset, telemetry, _weight_sync(config, placed, graph))
+        algorithm = algorithm_class(config.algorithm.config, run)
+        for name in algorithm_class.roles():
+            setattr(algorithm, name, graph.groups[name].handle if name in graph.groups else None)
+        await algorithm.run()
+        telemetry.event(f"done in {telemetry.elapsed}")
+
+
+def _algorithm_class(spec: Spec) -> type[Algorithm]:
+    found = import_target(spec.target)
+    if not (isinstance(found, type) and issubclass(found, Algorithm)):
+        raise ConfigError(f"algorithm._target_={spec.target} is no rolegraph.algorithms.base.Algorithm")
+    return found
+
+
+def import_target(target: str) -> Any:
+    """The class or function that a checked `_target_` names."""
+    module, _, name = target.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def _role_spec(role: str, spec: Spec) -> RoleSpec:
+    found = import_target(spec.target)
+    if not (isinstance(found, type) and issubclass(found, Role)):
+        raise ConfigError(f"{role}._target_={spec.target} is no rolegraph.role.Role")
+    return RoleSpec(found, spec.config)
+
+
+def _graph(config: RunConfig, placed: Plan, run_dir: Path) -> RoleGraph:
+    options = GraphOptions(
+        exp_name=_exp_name(config),
+        run_dir=str(run_dir),
+        seed=config.seed,
+        deterministic=config.deterministic,
+        use_ray=config.use_ray,
+        timeout_s=config.placement.timeout_s,
+        python_path=config.python_path,
+    )
+    return RoleGraph(placed, {role: _role_spec(role, spec) for role, spec in config.roles.items()}, options)
+
+
+def _connect(config: RunConfig, stack: AsyncExitStack) -> Inventory:
+    """Start or join Ray; what there is to place roles on."""
+    if not config.use_ray:
+        return this_machine()
+    from rolegraph.cluster import Cluster, cluster_inventory
+
+    cluster = Cluster.connect(this_machine().cpus)
+    stack.callback(cluster.stop)
+    return cluster_inventory() if cluster.is_joined else this_machine()
+
+
+async def _load(config: RunConfig, model_path: str) -> Dataset:
+    """Read and tokenise the data, in a Ray task while the roles start."""
+    from rolegraph.data import load
+
+    needs: Needs = getattr(config.algorithm.config, "data_needs", "prompt")
+    return await asyncio.to_thread(load, config.data, model_path, needs, use_ray=config.use_ray)
+
+
+def _weight_sync(config: RunConfig, placed: Plan, graph: RoleGraph) -> WeightSync | None:
+    """The way from `train` to `rollout`, by the devices both are on."""
+    if "train" not in graph.groups or "rollout" not in graph.groups:
+        return None
+    backend = "gloo"
+    if placed.device == "cuda":
+        backend = "ipc" if "rollout" in placed.group_of("train") else "nccl"
+    return WeightSync(graph.groups["train"].handle, [graph.groups["rollout"].handle], backend=backend)
+
+
+def _exp_name(config: RunConfig) -> str:
+    return config.ray_exp_name or config.algorithm.name.lower()
+
+
+def save_config(config: RunConfig, path: Path) -> None:
+    """Keep the whole config with its defaults filled in, as it can be read back."""
+    from omegaconf import OmegaConf
+
+    path.write_text(OmegaConf.to_yaml(OmegaConf.create(plain(config.tree))), encoding="utf-8")
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses, mappings and tuples as what YAML has."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _say_where(run_dir: Path) -> None:
+    from rich.console import Console
+
+    folder = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
+    lines = [
+        f"  {folder}/report.html      the curves, in a browser",
+        f"  {folder}/metrics.jsonl    the numbers, a line a step",
+        f"  {folder}/samples/         what the policy wrote, as Parquet",
+        f"  {folder}/logs/            what each role logged",
+    ]
+    Console(stderr=True).print("Where to look:\n" + "\n".join(lines), highlight=False, soft_wrap=True)

@@ -1,0 +1,85 @@
+"""Running a program and seeing what it takes: wall seconds, and the peak memory of all its processes together."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+SAMPLE_EVERY_S = 0.5
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A program that ran to its end."""
+
+    output: str
+    seconds: float
+    peak_mib: float
+    """Most memory of the process and all its descendants at one moment: their proportional set sizes added up, so that
+    shared pages count once."""
+
+
+def tree_mib(pid: int) -> float:
+    """Proportional set size of a process and its descendants, in MiB."""
+    total = 0
+    try:
+        processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return 0.0
+    for process in processes:
+        try:
+            rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+        total += next((int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:")), 0)
+    return total / 1024
+
+
+def run(command: Sequence[str], *, timeout_s: float = 1200.0, cwd: Path | None = None) -> Finished:
+    """Run a program; raises with the end of its output when it fails."""
+    started = time.monotonic()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=cwd)
+    peak = 0.0
+
+    def watch() -> None:
+        nonlocal peak
+        while process.poll() is None:
+            peak = max(peak, tree_mib(process.pid))
+            time.sleep(SAMPLE_EVERY_S)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        process.wait(30)
+        raise
+    watcher.join(2 * SAMPLE_EVERY_S)
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{output[-3000:]}")
+    return Finished(output, time.monotonic() - started, peak)
+
+
+def median(values: Sequence[float]) -> float:
+    """The middle value, 0 for none."""
+    return statistics.median(values) if values else 0.0
+
+
+def show(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print a table of figures."""
+    table = Table(title=title, title_justify="left")
+    for index, name in enumerate(header):
+        table.add_column(name, justify="left" if index == 0 else "right")
+    for row in rows:
+        table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row))
+    Console().print(table)
