@@ -15,9 +15,9 @@ import pyarrow as pa
 from rolegraph.batch import Batch
 from rolegraph.columns import KNOWN_TYPES
 from rolegraph.data import rows, sources, tokenizer
-from rolegraph.data.config import DataConfig
 from rolegraph.data.columns import to_columns
-from rolegraph.data.report import BadRow, Report
+from rolegraph.data.config import DataConfig
+from rolegraph.data.report import BadRowError, Report
 from rolegraph.data.rows import Needs, Row, Sample
 from rolegraph.data.tokenizer import ChatTokenizer
 from rolegraph.errors import DataError
@@ -72,7 +72,7 @@ def _samples(config: DataConfig, needs: Needs, report: Report) -> Iterator[tuple
     for where, raw in sources.rows_of(config):
         report.rows += 1
         try:
-            if isinstance(raw, BadRow):
+            if isinstance(raw, BadRowError):
                 raise raw
             row = _renamed(raw, config.columns)
             row, changed = rows.repair(row)
@@ -82,10 +82,10 @@ def _samples(config: DataConfig, needs: Needs, report: Report) -> Iterator[tuple
             sample = rows.read(row, needs, system_prompt=config.system_prompt, prompt_as=config.prompt_as)
             if config.id_column is not None:
                 name = _id(row, config.id_column)
-        except _Dropped as dropped:
-            report.drop(where, BadRow(str(dropped)))
+        except _DroppedError as dropped:
+            report.drop(where, BadRowError(str(dropped)))
             continue
-        except BadRow as bad:
+        except BadRowError as bad:
             if config.on_bad_row == "fail":
                 raise DataError(f"{where}: {bad} (data.on_bad_row=skip leaves such rows out)") from bad
             report.drop(where, bad)
@@ -106,7 +106,7 @@ def _renamed(row: Row, columns: dict[str, str]) -> Row:
     return out
 
 
-class _Dropped(Exception):
+class _DroppedError(Exception):
     """A preprocessor returned null: the row is left out as asked, which is no fault of the row."""
 
 
@@ -114,11 +114,11 @@ def _preprocess(row: Row, path: str, function: Callable[[Row], Any]) -> Row:
     try:
         result = function(dict(row))
     except Exception as error:
-        raise BadRow(f"preprocessor {path} raised {type(error).__name__}", str(error)) from error
+        raise BadRowError(f"preprocessor {path} raised {type(error).__name__}", str(error)) from error
     if result is None:
-        raise _Dropped(f"preprocessor {path} returned null")
+        raise _DroppedError(f"preprocessor {path} returned null")
     if not isinstance(result, dict):
-        raise BadRow(f"preprocessor {path} returned no row", f"but a {type(result).__name__}")
+        raise BadRowError(f"preprocessor {path} returned no row", f"but a {type(result).__name__}")
     return result
 
 
@@ -136,7 +136,7 @@ def _function(path: str) -> Callable[[Row], Any]:
 def _id(row: Row, column: str) -> str:
     value = row.get(column)
     if value is None or value == "":
-        raise BadRow(f"no id in column {column!r}", f"its columns are {', '.join(map(str, row)) or 'none'}")
+        raise BadRowError(f"no id in column {column!r}", f"its columns are {', '.join(map(str, row)) or 'none'}")
     return str(value)
 
 
@@ -155,7 +155,7 @@ def _unique(
             detail = f"uid {name} was at {first[name]}"
             if config.on_duplicate == "fail":
                 raise DataError(f"{where}: duplicate row, {detail} (data.on_duplicate=keep or drop lets it pass)")
-            report.drop(where, BadRow("duplicate", detail))
+            report.drop(where, BadRowError("duplicate", detail))
             continue
         first[uid] = where
         yield where, uid, sample
@@ -174,7 +174,7 @@ def _encoded(
         for where, uid, sample in chunk:
             try:
                 rendered.append((where, uid, sample, *_render(sample, model, needs)))
-            except BadRow as bad:
+            except BadRowError as bad:
                 if config.on_bad_row == "fail":
                     raise DataError(f"{where}: {bad} (data.on_bad_row=skip leaves such rows out)") from bad
                 report.drop(where, bad)
@@ -208,7 +208,7 @@ def _render(sample: Sample, model: ChatTokenizer, needs: Needs) -> tuple[str, st
     turn = {"role": "assistant", "content": sample.response}
     try:
         whole = model.render([*sample.messages, turn], add_generation_prompt=False)
-    except BadRow:
+    except BadRowError:
         whole = ""
     return prompt, whole.removeprefix(prompt) if whole.startswith(prompt) else sample.response
 
@@ -226,14 +226,14 @@ def _fitting(encoded: Iterator[Encoded], needs: Needs, config: DataConfig, repor
     for row in encoded:
         length = len(row.prompt) + (len(row.response) if row.response is not None else 0)
         if not row.prompt or row.response == []:
-            report.drop(row.where, BadRow("no tokens"))
+            report.drop(row.where, BadRowError("no tokens"))
         elif length <= config.max_length:
             yield row
         elif config.truncation_strategy == "drop":
-            report.drop(row.where, BadRow(f"longer than max_length={config.max_length}", f"{length} tokens"))
+            report.drop(row.where, BadRowError(f"longer than max_length={config.max_length}", f"{length} tokens"))
         elif (cut := _cut(row, needs, config.max_length)) is None:
             detail = f"{len(row.response or ())} tokens of response"
-            report.drop(row.where, BadRow(f"response alone longer than max_length={config.max_length}", detail))
+            report.drop(row.where, BadRowError(f"response alone longer than max_length={config.max_length}", detail))
         else:
             report.repaired[f"cut on the left to max_length={config.max_length}"] += 1
             yield cut

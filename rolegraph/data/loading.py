@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import glob
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,7 +90,7 @@ def _absolute(config: DataConfig) -> DataConfig:
 
     def absolute(name: str) -> str:
         path = Path(name).expanduser()
-        local = path.exists() or config.source in ("jsonl", "parquet") or bool(glob.glob(name))
+        local = path.exists() or config.source in ("jsonl", "parquet")
         return str(path.absolute()) if local else name
 
     changes: dict[str, Any] = {}

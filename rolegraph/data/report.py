@@ -9,7 +9,7 @@ EXAMPLES = 3
 """Places named for each reason."""
 
 
-class BadRow(Exception):
+class BadRowError(Exception):
     """A row that cannot be used; `reason` is what is counted, `detail` what is particular to this row."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
@@ -36,7 +36,7 @@ class Report:
     notes: list[str] = field(default_factory=list)
     places: dict[str, list[str]] = field(default_factory=dict)
 
-    def drop(self, where: str, row: BadRow) -> None:
+    def drop(self, where: str, row: BadRowError) -> None:
         """Count a row that is left out, and remember where it was if it is among the first of its reason."""
         self.dropped[row.reason] += 1
         places = self.places.setdefault(row.reason, [])

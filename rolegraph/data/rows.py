@@ -1,7 +1,7 @@
 """From the many shapes a row comes in (chat, plain prompt, from/value, content parts) to one.
 
 A row becomes a `Sample`: what the model sees, what it should answer if the row says so, and the columns that pass
-through. Whatever cannot be read raises `BadRow` with the reason.
+through. Whatever cannot be read raises `BadRowError` with the reason.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rolegraph.data.report import BadRow
+from rolegraph.data.report import BadRowError
 
 Row = dict[str, Any]
 Needs = Literal["prompt", "response", "text"]
@@ -39,7 +39,7 @@ def read(row: Row, needs: Needs, *, system_prompt: str | None, prompt_as: str) -
     """Understand one row.
 
     Raises:
-        BadRow: the row has no prompt (or response, or text, where it is needed), or one in no known shape.
+        BadRowError: the row has no prompt (or response, or text, where it is needed), or one in no known shape.
     """
     if needs == "text":
         return Sample(columns=row, text=_string(row, "text", "no text"))
@@ -57,9 +57,9 @@ def read(row: Row, needs: Needs, *, system_prompt: str | None, prompt_as: str) -
         if system_prompt and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": system_prompt})
         if not any(message["content"] for message in messages if message["role"] != "system"):
-            raise BadRow("empty prompt")
+            raise BadRowError("empty prompt")
     if needs == "response" and response is None:
-        raise BadRow("no response", "neither a last assistant message nor a `response`")
+        raise BadRowError("no response", "neither a last assistant message nor a `response`")
     if response is not None:
         columns["response"] = response
     return Sample(columns=columns, messages=messages, text=text, response=response)
@@ -103,9 +103,9 @@ def _messages(columns: Row) -> list[Row] | None:
         if value is None:
             continue
         if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-            raise BadRow(f"`{key}` is no list of messages", f"it is of type {type(value).__name__}")
+            raise BadRowError(f"`{key}` is no list of messages", f"it is of type {type(value).__name__}")
         if not value:
-            raise BadRow("empty prompt", f"`{key}` is an empty list")
+            raise BadRowError("empty prompt", f"`{key}` is an empty list")
         del columns[key]
         columns["messages"] = [_message(message) for message in value]
         return list(columns["messages"])
@@ -114,15 +114,15 @@ def _messages(columns: Row) -> list[Row] | None:
 
 def _message(message: Any) -> Row:
     if not isinstance(message, Mapping):
-        raise BadRow("a message is no object", f"it is of type {type(message).__name__}")
+        raise BadRowError("a message is no object", f"it is of type {type(message).__name__}")
     role = message.get("role", message.get("from"))
     if not isinstance(role, str) or not role:
-        raise BadRow("a message without a role", f"its keys are {', '.join(map(str, message)) or 'none'}")
+        raise BadRowError("a message without a role", f"its keys are {', '.join(map(str, message)) or 'none'}")
     content = message.get("content", message.get("value"))
     # Arrow files give every message the keys of all messages: absent ones come as null.
     rest = {k: v for k, v in message.items() if k not in ("role", "from", "content", "value") and v is not None}
     if content is None and not rest.get("tool_calls"):
-        raise BadRow("a message without content", f"role {role}")
+        raise BadRowError("a message without content", f"role {role}")
     return {"role": _ROLES.get(role, role), "content": _content(content), **rest}
 
 
@@ -132,13 +132,15 @@ def _content(content: Any) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence) or isinstance(content, bytes):
-        raise BadRow("message content is neither text nor a list of parts", f"it is of type {type(content).__name__}")
+        raise BadRowError(
+            "message content is neither text nor a list of parts", f"it is of type {type(content).__name__}"
+        )
     texts = []
     for part in content:
         text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
         kind = part.get("type") if isinstance(part, Mapping) else None
         if not isinstance(text, str) or kind not in (None, "text"):
-            raise BadRow("message content other than text", f"a part of type {kind or type(part).__name__}")
+            raise BadRowError("message content other than text", f"a part of type {kind or type(part).__name__}")
         texts.append(text)
     return "".join(texts)
 
@@ -148,15 +150,15 @@ def _response(columns: Row, messages: list[Row] | None) -> str | None:
     response = columns.get("response")
     if isinstance(response, Sequence) and not isinstance(response, str | bytes):
         if len(response) != 1:
-            raise BadRow("`response` is a list of more or less than one message", f"it has {len(response)}")
+            raise BadRowError("`response` is a list of more or less than one message", f"it has {len(response)}")
         response = _message(response[0])["content"]
     if response is not None and not isinstance(response, str):
-        raise BadRow("`response` is no text", f"it is of type {type(response).__name__}")
+        raise BadRowError("`response` is no text", f"it is of type {type(response).__name__}")
     if messages and messages[-1]["role"] == "assistant":
         last = messages.pop()
         columns["messages"] = list(messages)
         if not messages:
-            raise BadRow("empty prompt", "only an assistant message")
+            raise BadRowError("empty prompt", "only an assistant message")
         response = last["content"] if response is None else response
     return response
 
@@ -164,9 +166,9 @@ def _response(columns: Row, messages: list[Row] | None) -> str | None:
 def _string(row: Row, key: str, missing: str) -> str:
     value = row.get(key)
     if value is None:
-        raise BadRow(missing, f"its columns are {', '.join(map(str, row)) or 'none'}")
+        raise BadRowError(missing, f"its columns are {', '.join(map(str, row)) or 'none'}")
     if not isinstance(value, str):
-        raise BadRow(f"`{key}` is no text", f"it is of type {type(value).__name__}")
+        raise BadRowError(f"`{key}` is no text", f"it is of type {type(value).__name__}")
     if not value:
-        raise BadRow("empty prompt" if key == "prompt" else f"empty {key}")
+        raise BadRowError("empty prompt" if key == "prompt" else f"empty {key}")
     return value

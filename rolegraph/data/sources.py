@@ -1,4 +1,4 @@
-"""Where rows come from. A source yields every row with its place, and a `BadRow` in place of a row it cannot read."""
+"""Where rows come from: a source yields each row with its place, and a `BadRowError` for one it cannot read."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from rolegraph.data.config import DataConfig
-from rolegraph.data.report import BadRow
+from rolegraph.data.report import BadRowError
 from rolegraph.data.rows import Row
 from rolegraph.errors import DataError
 
 Place = str
-Item = tuple[Place, Row | BadRow]
+Item = tuple[Place, Row | BadRowError]
 
 
 def rows_of(config: DataConfig) -> Iterator[Item]:
@@ -45,21 +45,21 @@ def _jsonl(config: DataConfig) -> Iterator[Item]:
                 raise DataError(f"{file} cannot be read: {error}") from error
 
 
-def _parse(line: bytes) -> Row | BadRow:
+def _parse(line: bytes) -> Row | BadRowError:
     if line[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        return BadRow("not UTF-8", "the file is UTF-16: convert it (iconv -f UTF-16 -t UTF-8)")
+        return BadRowError("not UTF-8", "the file is UTF-16: convert it (iconv -f UTF-16 -t UTF-8)")
     try:
         row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        return BadRow("not UTF-8", f"byte {error.start + 1}: {error.reason}")
+        return BadRowError("not UTF-8", f"byte {error.start + 1}: {error.reason}")
     except json.JSONDecodeError as error:
         if line.strip() == b"[" or line.lstrip().startswith(b"[{"):
-            return BadRow("broken JSON", "the file looks like one JSON array: write one object a line")
-        return BadRow("broken JSON", f"column {error.colno}: {error.msg}")
+            return BadRowError("broken JSON", "the file looks like one JSON array: write one object a line")
+        return BadRowError("broken JSON", f"column {error.colno}: {error.msg}")
     except (RecursionError, ValueError) as error:
-        return BadRow("broken JSON", str(error))
+        return BadRowError("broken JSON", str(error))
     if not isinstance(row, dict):
-        return BadRow("not a JSON object", f"it is of type {type(row).__name__}")
+        return BadRowError("not a JSON object", f"it is of type {type(row).__name__}")
     return row
 
 
@@ -131,7 +131,8 @@ def files(path: str | tuple[str, ...] | None, endings: tuple[str, ...]) -> list[
         elif whole.is_dir():
             matches = sorted(file for file in whole.iterdir() if file.name.endswith(endings) and file.is_file())
         else:
-            matches = sorted(Path(match) for match in glob.glob(str(whole), recursive=True) if Path(match).is_file())
+            found_names = glob.glob(str(whole), recursive=True)  # noqa: PTH207 - patterns may be absolute
+            matches = sorted(Path(match) for match in found_names if Path(match).is_file())
         if not matches:
             what = f"a folder without {' or '.join(endings)} files" if whole.is_dir() else "not there"
             raise DataError(f"data.path={name!r} is {what} (looked in {Path.cwd()})")

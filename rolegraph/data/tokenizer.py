@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
-from rolegraph.data.report import BadRow
+from rolegraph.data.report import BadRowError
 from rolegraph.errors import DataError
 
 
@@ -43,7 +43,7 @@ class ChatTokenizer:
         """The chat as the model's text.
 
         Raises:
-            BadRow: the template refuses these messages, with its own words.
+            BadRowError: the template refuses these messages, with its own words.
             DataError: there is no template.
         """
         import jinja2
@@ -57,7 +57,7 @@ class ChatTokenizer:
             values = {"tools": None, "documents": None, **self.variables}
             return self._compiled.render(messages=messages, add_generation_prompt=add_generation_prompt, **values)
         except (jinja2.TemplateError, TypeError) as error:
-            raise BadRow("the chat template refuses the messages", str(error)) from error
+            raise BadRowError("the chat template refuses the messages", str(error)) from error
 
 
 def load(model_path: str, *, template: str | None = None, variables: Mapping[str, Any] | None = None) -> ChatTokenizer:
@@ -116,7 +116,7 @@ def _generation_tag() -> Any:
     from jinja2.ext import Extension
 
     class Generation(Extension):
-        tags: ClassVar[set[str]] = {"generation"}
+        tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno

@@ -51,7 +51,7 @@ def _made(config: ModelConfig) -> str:
     try:
         bound = inspect.signature(maker).bind("", **config.args)
     except TypeError as error:
-        names = [name for name in list(inspect.signature(maker).parameters)[1:]]
+        names = list(inspect.signature(maker).parameters)[1:]
         raise ConfigError(f"model.args of {config.maker}: {error}; it takes {', '.join(names) or 'none'}") from None
     bound.apply_defaults()
     # The maker's own source is part of the key: a newer version of it never meets a model of the older one.

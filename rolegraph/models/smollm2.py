@@ -22,17 +22,17 @@ def make(folder: str) -> None:
     """
     source = _package_folder()
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
+    import transformers as tf
 
-    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=FILE)
-    quantised = AutoModelForCausalLM.from_pretrained(source, gguf_file=FILE, dtype=torch.float32)
+    tokenizer = tf.AutoTokenizer.from_pretrained(source, gguf_file=FILE)
+    quantised = tf.AutoModelForCausalLM.from_pretrained(source, gguf_file=FILE, dtype=torch.float32)
     # save_pretrained refuses the loaded model because its config says `quantization_config`, so its weights move to a
     # model whose config does not.
     config = quantised.config.__class__(**{k: v for k, v in quantised.config.to_dict().items() if k not in _DROP})
     config.architectures = ["LlamaForCausalLM"]
-    model = LlamaForCausalLM(config)
+    model = tf.LlamaForCausalLM(config)
     model.load_state_dict(quantised.state_dict())
-    model.generation_config = GenerationConfig(
+    model.generation_config = tf.GenerationConfig(
         bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
     )
     model.save_pretrained(folder)

@@ -40,7 +40,21 @@ TEMPLATE = (
 )
 VOCAB_MULTIPLE = 32
 """The vocabulary is filled up with words to this multiple, so that every id a model can sample is a token."""
-WORDS = (" the", " a", " is", " to", " of", " and", " in", " that", " it", " for", " you", " answer", " question")
+WORDS: tuple[str, ...] = (
+    " the",
+    " a",
+    " is",
+    " to",
+    " of",
+    " and",
+    " in",
+    " that",
+    " it",
+    " for",
+    " you",
+    " answer",
+    " question",
+)
 WORDS += (" what", " with", " as", " on", " are", " this", " be", " by", " or", " not", " from", " have", " number")
 WORDS += (" your", " result", " an", " if", " how", " many")
 
@@ -128,15 +142,15 @@ def _write_weights(path: Path, config: dict[str, Any], seed: int) -> None:
     generator = np.random.default_rng(seed)
     std = config["initializer_range"]
 
-    def matrix(rows: int, columns: int, scale: float = 1.0) -> np.ndarray:
-        return (generator.standard_normal((rows, columns)) * (std * scale)).astype(np.float32)
+    def matrix(rows: int, columns: int, scale: float = 1.0) -> np.ndarray[Any, Any]:
+        return generator.standard_normal((rows, columns), dtype=np.float32) * np.float32(std * scale)
 
-    def ones(size: int) -> np.ndarray:
+    def ones(size: int) -> np.ndarray[Any, Any]:
         return np.ones(size, dtype=np.float32)
 
     hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     query, value = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
-    # The matrices that write to the residual stream start smaller, by GPT-2's rule: its variance stays that of one layer.
+    # GPT-2's rule: what writes to the residual stream starts smaller, so that depth does not raise its variance.
     out = (2 * config["num_hidden_layers"]) ** -0.5
     weights = {"model.embed_tokens.weight": matrix(config["vocab_size"], hidden)}
     for layer in range(config["num_hidden_layers"]):
