@@ -45,23 +45,25 @@ class VLLMRolloutConfig:
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further fields of vLLM's EngineArgs, checked against them when the engine starts."""
 
-    def __post_init__(self) -> None:
+    def problems(self) -> list[str]:
+        """What is wrong with these settings, one sentence each, with the key and what to type."""
+        found = []
         if self.data_parallel_size != 1:
-            raise ValueError(
+            found.append(
                 f"data_parallel_size={self.data_parallel_size}: an engine of this role is never data parallel; "
                 f"set replicas={self.data_parallel_size} instead"
             )
         if self.replicas is not None and self.ranks is not None and self.replicas != self.ranks:
-            raise ValueError(f"replicas={self.replicas} and ranks={self.ranks} name the same number; give one")
+            found.append(f"replicas={self.replicas} and ranks={self.ranks} name the same number: give one of them")
         for name in ("tensor_parallel_size", "max_num_seqs", "replicas", "ranks", "max_model_len", "kv_cache_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"{name}={value}: must be at least 1")
+                found.append(f"{name}={value} must be at least 1")
         share = self.gpu_memory_utilization
         if share is not None and not 0 < share <= 1:
-            raise ValueError(f"gpu_memory_utilization={share}: a share of the device, above 0 and at most 1")
-        if owned := sorted(_OWNED.keys() & self.engine_kwargs.keys()):
-            raise ValueError("; ".join(f"engine_kwargs.{key}: {_OWNED[key]}" for key in owned))
+            found.append(f"gpu_memory_utilization={share} must be a share of the device, above 0 and at most 1")
+        found += [f"engine_kwargs.{key}: {_OWNED[key]}" for key in sorted(_OWNED.keys() & self.engine_kwargs.keys())]
+        return found
 
 
 _OWNED = {
