@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from rolegraph.host import Host, RoleSpec, forward_sys_path
+from rolegraph.host import Host, RoleSpec, end_children, forward_sys_path, free_port
 from rolegraph.role import Endpoint, Role, RoleContext, endpoints
 from rolegraph.transit import decode_arguments, encode_result
 
@@ -44,14 +44,20 @@ class RoleHost:
         self._host = Host(launch.context)
         self._with_heavy: dict[str, bool] = {}
 
+    @ray.method(concurrency_group="control")
+    def locate(self) -> tuple[str, int]:
+        """IP address of this node, and a port that is free there now."""
+        return ray.util.get_node_ip_address(), free_port()
+
     @ray.method(concurrency_group="main")
-    def start(self) -> float:
+    def start(self, context: RoleContext) -> float:
         """Import the role, build it and set it up; returns seconds."""
+        self._host.context = context
         return self._host.start(self._make)
 
     def _make(self) -> Role:
         spec: RoleSpec = pickle.loads(self._launch.spec)
-        return spec.role_class(spec.config, self._launch.context)
+        return spec.role_class(spec.config, self._host.context)
 
     @ray.method(concurrency_group="main")
     def main(self, name: str, payload: Any, *objects: Any) -> Any:
@@ -82,6 +88,11 @@ class RoleHost:
     def stop(self) -> None:
         """Tear the role down."""
         self._host.stop()
+
+    @ray.method(concurrency_group="control")
+    def end_children(self) -> None:
+        """Kill all child processes at once; the actor itself is killed next, and would leave them behind."""
+        end_children()
 
     def _run(self, name: str, payload: Any, objects: tuple[Any, ...]) -> Any:
         with self._host.guard(name):

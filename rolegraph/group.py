@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import logging
 import re
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from typing import Any, Generic, TypeVar, cast
 
 from rolegraph.dispatch import (
@@ -140,7 +142,7 @@ class RoleGroup(Generic[R]):
 
     async def _all(self, sent: Sequence[Sent], name: str, members: Sequence[Member] = ()) -> list[Any]:
         """Results of calls that belong together; raises as soon as one of them has failed."""
-        futures = [asyncio.wrap_future(one.future) for one in sent]
+        futures = [watch(one.future) for one in sent]
         if len(futures) > 1:
             await asyncio.wait(futures, return_when=asyncio.FIRST_EXCEPTION)
         elif futures:
@@ -168,7 +170,7 @@ class RoleGroup(Generic[R]):
 
     async def _result(self, member: Member, sent: Sent, name: str) -> Any:
         try:
-            return sent.decode(await asyncio.wrap_future(sent.future))
+            return sent.decode(await watch(sent.future))
         except Exception as error:
             raise member.explain(error, name) from None
 
@@ -189,7 +191,7 @@ class RoleGroup(Generic[R]):
                 rows = waiting.popleft()
                 call = Call(rank, *cut(args, kwargs, rows), rows)
                 sent = self._send(endpoint, call)
-                running[asyncio.wrap_future(sent.future)] = (call, sent)
+                running[watch(sent.future)] = (call, sent)
                 load[rank] += 1
             if not running:
                 lost = sum(len(rows) for rows in waiting)
@@ -220,6 +222,28 @@ def group_of(handle: R) -> RoleGroup[R]:
     if not isinstance(group, RoleGroup):
         raise RoleGraphError(f"{type(handle).__name__} is a role in its actor, not a handle on a group")
     return group
+
+
+def watch(call: Future[T]) -> asyncio.Future[T]:
+    """A future of this event loop that follows `call`; cancelling it leaves the call alone."""
+    loop = asyncio.get_running_loop()
+    watcher: asyncio.Future[T] = loop.create_future()
+
+    def copy() -> None:
+        if watcher.done():
+            return
+        if (error := call.exception()) is not None:
+            watcher.set_exception(error)
+            watcher.exception()  # A failure that nobody waits for any more is no news.
+        else:
+            watcher.set_result(call.result())
+
+    def wake(_: Future[T]) -> None:
+        with contextlib.suppress(RuntimeError):  # The loop may have ended before the call.
+            loop.call_soon_threadsafe(copy)
+
+    call.add_done_callback(wake)
+    return watcher
 
 
 _runners = threading.local()

@@ -5,8 +5,12 @@ The same host runs inside a Ray actor (`actor.py`) and in this process (`local.p
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import resource
+import signal
+import socket
 import sys
 import threading
 import time
@@ -100,9 +104,10 @@ class _Guard:
 
 
 def _own_traceback(error: BaseException) -> str:
-    """The traceback from the role's code on, without the frames of this module."""
+    """The traceback from the role's code on, without the frames that lead to it."""
+    ours = {str(Path(__file__).with_name(name)) for name in ("host.py", "role.py", "actor.py", "member.py")}
     here = error.__traceback__
-    while here is not None and here.tb_frame.f_code.co_filename == __file__:
+    while here is not None and here.tb_next is not None and here.tb_frame.f_code.co_filename in ours:
         here = here.tb_next
     return "".join(traceback.format_exception(type(error), error, here))
 
@@ -118,3 +123,36 @@ def _rss() -> int:
 def forward_sys_path(paths: list[str]) -> None:
     """Make what the driver can import importable here, after what is importable already."""
     sys.path.extend(path for path in paths if path not in sys.path)
+
+
+def free_port() -> int:
+    """A port that nobody listens on now, below the range from which the system hands out ports by itself."""
+    for port in random.SystemRandom().sample(range(20000, 32000), 64):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise OSError("no free port between 20000 and 32000")
+
+
+def end_children() -> None:
+    """Kill every process that descends from this one."""
+    for pid in descendants(os.getpid()):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes below `pid`, children before grandchildren; none where the system has no /proc."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            # The name in parentheses may hold anything; the parent is the second field after it.
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(stat.parent.name))
+    found = list(children.get(pid, []))
+    for child in found:
+        found.extend(children.get(child, []))
+    return found

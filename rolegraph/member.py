@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -50,6 +50,9 @@ class Member(Protocol):
     def metrics(self) -> Sent:
         """Ask for memory and what runs now; answered while the main lane computes."""
 
+    def end_children(self) -> Sent:
+        """Ask the member to kill its child processes."""
+
     def kill(self) -> None:
         """End the member at once, whatever it does."""
 
@@ -82,9 +85,17 @@ class RayMember:
         method = getattr(self.actor, lane)
         return (method.options(num_returns=2) if has_heavy else method).remote, has_heavy
 
+    def locate(self) -> Sent:
+        """Ask for the node's address and a free port of it."""
+        return _sent(self.actor.locate.remote())
+
+    def settle(self, *, node: str, master_addr: str, master_port: int) -> None:
+        """Complete the context with what is known only once actors are placed."""
+        self.context = replace(self.context, node=node, master_addr=master_addr, master_port=master_port)
+
     def start(self) -> Sent:
         """Start the role's setup."""
-        return _sent(self.actor.start.remote())
+        return _sent(self.actor.start.remote(self.context))
 
     def stop(self) -> Sent:
         """Start the role's teardown."""
@@ -93,6 +104,10 @@ class RayMember:
     def metrics(self) -> Sent:
         """Ask for memory and what runs now."""
         return _sent(self.actor.metrics.remote())
+
+    def end_children(self) -> Sent:
+        """Ask the actor to kill its child processes."""
+        return _sent(self.actor.end_children.remote())
 
     def kill(self) -> None:
         """End the actor's process at once."""
@@ -126,10 +141,7 @@ class RayMember:
 
 
 def _sent(ref: ObjectRef[Any], heavy: ObjectRef[Any] | None = None) -> Sent:
-    future: Future[Any] = ref.future()
-    # Ray sets the result whatever happens; a waiter that is cancelled must not cancel the future under it.
-    future.set_running_or_notify_cancel()
-    return Sent(future, heavy)
+    return Sent(ref.future(), heavy)
 
 
 def _exit_detail(error: Exception) -> str:
@@ -171,6 +183,12 @@ class LocalMember:
     def metrics(self) -> Sent:
         """Ask for memory and what runs now."""
         return Sent(self._lanes["control"].submit(self._host.metrics))
+
+    def end_children(self) -> Sent:
+        """Nothing to do: the process is the driver's."""
+        done: Future[Any] = Future()
+        done.set_result(None)
+        return Sent(done)
 
     def kill(self) -> None:
         """Take no more calls; a thread that computes cannot be ended."""

@@ -119,7 +119,13 @@ def big(rows: int = 64, tokens: int = 1000) -> Batch:
     top = Ragged(np.zeros((rows * tokens, 2), np.float32), offsets)
     messages = [[{"role": "user", "content": "x" * tokens}]] * rows
     return Batch.from_columns(
-        {"x": np.arange(rows), "ids": Ragged(ids, offsets), "top": top, "s": ["x" * tokens] * rows, "messages": messages}
+        {
+            "x": np.arange(rows),
+            "ids": Ragged(ids, offsets),
+            "top": top,
+            "s": ["x" * tokens] * rows,
+            "messages": messages,
+        }
     )
 
 

@@ -1,0 +1,278 @@
+"""`RoleGraph`: starts the groups of a plan side by side, hands out their handles, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar, cast
+
+from rolegraph.cluster import Cluster, Reservation
+from rolegraph.errors import PlanError, RoleError, RoleGraphError
+from rolegraph.group import OnCall, RoleGroup, run_sync, watch
+from rolegraph.host import RoleSpec
+from rolegraph.member import LocalMember, Member, RayMember
+from rolegraph.placement import Plan, Slot
+from rolegraph.role import Role, RoleContext
+
+R = TypeVar("R", bound=Role)
+
+PORT_ATTEMPTS = 3
+"""Launches of a role whose rendezvous port another process took first."""
+TEARDOWN_S = 3.0
+"""Seconds that roles get to tear down; what is not done by then is killed."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class GraphOptions:
+    """What the graph tells its roles about the run."""
+
+    exp_name: str = "rolegraph"
+    """Two runs on one cluster need two names."""
+    run_dir: str = "."
+    """Where actors write their logs, in `logs/ROLE-RANK.log`."""
+    seed: int = 0
+    deterministic: bool = False
+    use_ray: bool = True
+    """false runs every role in this process; one rank each."""
+    timeout_s: float = 30.0
+    """Seconds to wait for devices."""
+    python_path: tuple[str, ...] = ()
+    """Folders that actors can import from, beside those of this process."""
+
+
+class RoleGraph:
+    """The running roles of one plan.
+
+    Use it as `async with RoleGraph(...) as graph` (or plain `with`), and take handles by `graph.handle(name, Class)`.
+    However the block ends, Ctrl-C and SIGTERM included, every actor, child process and reserved device is freed.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        roles: Mapping[str, RoleSpec],
+        options: GraphOptions | None = None,
+        *,
+        on_call: OnCall | None = None,
+    ) -> None:
+        if odd := set(plan.roles) ^ set(roles):
+            raise RoleGraphError(f"plan and roles differ in: {', '.join(sorted(odd))}")
+        self.plan = plan
+        self.roles = dict(roles)
+        self.options = options or GraphOptions()
+        self.on_call = on_call
+        self.groups: dict[str, RoleGroup[Any]] = {}
+        self.startup: dict[str, float] = {}
+        """Seconds from the start of the graph until each role was ready."""
+        self._cluster: Cluster | None = None
+        self._reservation: Reservation | None = None
+        self._launched: list[Member] = []
+        self._old_sigterm: Any = None
+
+    def handle(self, role: str, kind: type[R]) -> R:
+        """The typed handle of a role: `kind` is its class or a base of it."""
+        group = self.group(role)
+        if not issubclass(group.role_class, kind):
+            raise RoleGraphError(f"role {role} is a {group.role_class.__name__}, not a {kind.__name__}")
+        return cast(R, group.handle)
+
+    def group(self, role: str) -> RoleGroup[Any]:
+        """The group of a role."""
+        if role not in self.groups:
+            raise RoleGraphError(f"no running role {role!r}; there are: {', '.join(self.groups) or 'none'}")
+        return self.groups[role]
+
+    async def start(self) -> None:
+        """Start all roles side by side; when one fails, everything is freed and its error raised."""
+        began = time.perf_counter()
+        self._catch_sigterm()
+        try:
+            if self.options.use_ray:
+                cores = sum(slot.cores for slots in self.plan.roles.values() for slot in slots)
+                self._cluster = Cluster.connect(cores)
+                self._reservation = Reservation(self.plan)
+                await self._reservation.take(self.options.timeout_s)
+            launches = [asyncio.ensure_future(self._start_role(role, began)) for role in self.plan.roles]
+            try:
+                groups = await asyncio.gather(*launches)
+            finally:
+                for launch in launches:
+                    launch.cancel()
+            self.groups = dict(zip(self.plan.roles, groups, strict=True))
+        except BaseException:
+            await self._free(teardown=False)
+            raise
+
+    async def stop(self) -> None:
+        """Tear down, kill and free everything; safe to call again."""
+        await self._free(teardown=True)
+
+    async def _start_role(self, role: str, began: float) -> RoleGroup[Any]:
+        slots = self.plan.roles[role]
+        for attempt in range(1, PORT_ATTEMPTS + 1):
+            members: list[Member] = (
+                [*self._ray_members(role, slots)] if self.options.use_ray else [self._local_member(role, slots)]
+            )
+            self._launched += members
+            group: RoleGroup[Any] = RoleGroup(
+                self.roles[role].role_class,
+                members,
+                slots[0].mesh,
+                is_deterministic=self.options.deterministic,
+                on_call=self.on_call,
+            )
+            try:
+                await self._meet(group)
+                await group.start()
+            except RoleError as error:
+                if "address already in use" not in error.message.lower() or attempt == PORT_ATTEMPTS:
+                    raise
+                _log.warning("the rendezvous port of %s was taken by another process; starting it again", role)
+                for member in members:
+                    member.kill()
+                continue
+            self.startup[role] = time.perf_counter() - began
+            return group
+        raise AssertionError("the loop returns or raises")
+
+    async def _meet(self, group: RoleGroup[Any]) -> None:
+        """Tell every rank the address and a free port of rank 0's node."""
+        members = [member for member in group.members if isinstance(member, RayMember)]
+        places = await group._all([member.locate() for member in members], "setup")
+        for member, (node, _) in zip(members, places, strict=True):
+            member.settle(node=node, master_addr=places[0][0], master_port=places[0][1])
+
+    def _context(self, role: str, slot: Slot, device_ids: tuple[int, ...]) -> RoleContext:
+        options = self.options
+        return RoleContext(
+            role=role,
+            rank=slot.rank,
+            world_size=len(self.plan.roles[role]),
+            mesh=slot.mesh,
+            device=slot.device,
+            device_ids=device_ids,
+            threads=slot.threads,
+            seed=options.seed,
+            deterministic=options.deterministic,
+            run_dir=options.run_dir,
+            exp_name=options.exp_name,
+        )
+
+    def _ray_members(self, role: str, slots: tuple[Slot, ...]) -> list[RayMember]:
+        from ray import cloudpickle
+
+        from rolegraph.actor import Launch, actor_class
+
+        spec, reservation = self.roles[role], cast(Reservation, self._reservation)
+        pickled = cloudpickle.dumps(spec)
+        make = actor_class(spec.role_class)
+        sys_path = [*self.options.python_path, *(str(Path(path).resolve()) for path in sys.path)]
+        members = []
+        for slot in slots:
+            seat = reservation.seat(slot)
+            context = self._context(role, slot, seat.device_ids)
+            log_file = str(Path(self.options.run_dir, "logs", f"{role}-{slot.rank}.log").resolve())
+            env = {**process_env(slot, seat.device_ids), **spec.env}
+            launch = Launch(pickled, context, env, sys_path, log_file)
+            name = f"{self.options.exp_name}/{role}/{slot.rank}"
+            try:
+                actor = make.options(name=name, namespace="rolegraph", **seat.options).remote(launch)
+            except ValueError as error:
+                if "name" not in str(error):
+                    raise
+                raise PlanError(
+                    f"a run named {self.options.exp_name!r} is on this cluster already: give this one another "
+                    "ray_exp_name"
+                ) from error
+            members.append(RayMember(actor, context, log_file))
+        return members
+
+    def _local_member(self, role: str, slots: tuple[Slot, ...]) -> LocalMember:
+        if len(slots) > 1:
+            raise PlanError(
+                f"use_ray=false runs every role in this process, one rank each, and {role} has {len(slots)}: "
+                "set use_ray=true, or one rank"
+            )
+        os.environ.update(self.roles[role].env)
+        return LocalMember(self.roles[role], self._context(role, slots[0], slots[0].device_ids))
+
+    async def _free(self, *, teardown: bool) -> None:
+        """Everything that was started, in the reverse order; each step has its time, none stops the next."""
+        groups, self.groups = self.groups, {}
+        launched, self._launched = self._launched, []
+        try:
+            if teardown and groups:
+                stops = [asyncio.ensure_future(group.stop()) for group in groups.values()]
+                done, late = await asyncio.wait(stops, timeout=TEARDOWN_S)
+                for stop in late:
+                    stop.cancel()
+                for stop in done:
+                    if (error := stop.exception()) is not None:
+                        _log.warning("teardown: %s", error)
+            ends = [watch(member.end_children().future) for member in launched if member.alive]
+            if ends:
+                # A member that does not answer hangs or is gone.
+                await asyncio.wait(ends, timeout=1.0)
+        finally:
+            for member in launched:
+                member.kill()
+            reservation, self._reservation = self._reservation, None
+            if reservation is not None:
+                reservation.release()
+            cluster, self._cluster = self._cluster, None
+            if cluster is not None:
+                cluster.stop()
+            self._restore_sigterm()
+
+    def _catch_sigterm(self) -> None:
+        """SIGTERM ends the program the way Ctrl-C does, so that it frees what it holds."""
+        if threading.current_thread() is threading.main_thread():
+            self._old_sigterm = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+
+    def _restore_sigterm(self) -> None:
+        if self._old_sigterm is not None:
+            signal.signal(signal.SIGTERM, self._old_sigterm)
+            self._old_sigterm = None
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    def __enter__(self) -> Self:
+        run_sync(self.start())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        run_sync(self.stop())
+
+
+def process_env(slot: Slot, device_ids: tuple[int, ...]) -> dict[str, str]:
+    """Environment of an actor's process: its devices, its threads, and idle threads that leave the cores to others."""
+    threads = str(slot.threads)
+    return {
+        "CUDA_VISIBLE_DEVICES": ",".join(str(device) for device in device_ids),
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "OPENBLAS_NUM_THREADS": threads,
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "KMP_BLOCKTIME": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
