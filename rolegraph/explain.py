@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from omegaconf import OmegaConf
 from rich.console import Console
@@ -21,10 +22,10 @@ def print_config(source: Composed, *, package: str | None = None, resolved: bool
     """The whole config as YAML, defaults of all dataclasses filled in; `package` picks one node."""
     config = as_config(filled(source.tree))
     problems: list[Problem] = []
-    tree = resolve(config, problems) if resolved else OmegaConf.to_container(config)
+    tree: Any = resolve(config, problems) if resolved else OmegaConf.to_container(config)
     if problems:
         raise ConfigError("; ".join(f"{'.'.join(map(str, p.path))}: {p.text}" for p in problems))
-    shown = as_config(tree)
+    shown: Any = OmegaConf.create(tree)
     if package and package != "_global_":
         shown = OmegaConf.select(shown, package, throw_on_missing=False)
         if shown is None:

@@ -106,8 +106,8 @@ class Checker:
 
     def __init__(self) -> None:
         self.problems: list[Problem] = []
+        # Faults that leave a value out; an unknown key does not, so the rules can still be checked.
         self._wrong = 0
-        """Faults that leave a value out; an unknown key does not, so the rules can still be checked."""
 
     def fault(self, path: Path_, text: str) -> None:
         """Report one fault."""
@@ -148,6 +148,7 @@ class Checker:
     def dataclass(self, node: Any, config: type, path: Path_, skip: Iterable[str] = ()) -> Any:
         """An instance of `config`, or null when some value is faulty."""
         if node is UNRESOLVED:
+            self._wrong += 1
             return None
         if not isinstance(node, Mapping):
             self.fault(path, f"{_show(node)} must be a node with keys: {', '.join(hints_of(config))}")
@@ -166,10 +167,13 @@ class Checker:
         if self._wrong > before:
             return None
         try:
-            return config(**values)
+            made = config(**values)
         except (TypeError, ValueError) as error:
             self.fault(path, str(error))
             return None
+        if hasattr(made, "problems"):
+            self.problems += [Problem((), text) for text in made.problems()]
+        return made
 
     def unknown(self, key: str, names: Iterable[str], path: Path_, where: str = "") -> None:
         """Report a key that is not there, with the nearest that is."""
@@ -188,6 +192,7 @@ class Checker:
     def value(self, value: Any, hint: Any, path: Path_, *, own: bool = False) -> Any:
         """One value of type `hint`. `own`: its dataclass checks free-form nodes with a `_target_` by itself."""
         if value is UNRESOLVED:
+            self._wrong += 1
             return None
         if value == "???" and isinstance(value, str):
             return self.fault(path, f"must be given: set {join(path)}=...")
@@ -202,8 +207,7 @@ class Checker:
                 return [self.value(item, inner, (*path, index), own=own) for index, item in enumerate(value)]
             if isinstance(value, Mapping):
                 return {key: self.value(item, inner, (*path, str(key)), own=own) for key, item in value.items()}
-        if not own:
-            self._free(value, path)
+        self._free(value, path, own=own)
         return self._leaf(value, hint, path)
 
     def _nested(self, value: Any, config: type, path: Path_) -> Any:
@@ -214,24 +218,23 @@ class Checker:
         if not isinstance(value, Mapping) or TARGET not in value:
             return self.fault(path, f"{_show(value)} must name a class or a function: set {join((*path, TARGET))}=...")
         found = self.target(value, path)
-        return None if found is None else config(*found)
+        if found is None:
+            return None
+        name, given = found
+        if not isinstance(given, Mapping):  # a typed config: back to the keys that were stated
+            given = {key: getattr(given, key) for key in value if key != TARGET and hasattr(given, key)}
+        return config(name, given)
 
-    def _free(self, value: Any, path: Path_) -> None:
+    def _free(self, value: Any, path: Path_, *, own: bool) -> None:
         """Check what a field without a type of its own holds: nodes with a `_target_`, strings that mean null."""
-        if isinstance(value, Mapping):
-            if TARGET in value:
-                self.target(value, path)
-                return
-            for key, item in value.items():
-                self._free_item(item, (*path, str(key)))
-        elif isinstance(value, list):
-            for index, item in enumerate(value):
-                self._free_item(item, (*path, index))
-
-    def _free_item(self, value: Any, path: Path_) -> None:
-        if value == "None":
-            self.fault(path, "'None' is a string: type null for no value")
-        self._free(value, path)
+        if isinstance(value, Mapping) and TARGET in value and not own:
+            self.target(value, path)
+        elif isinstance(value, Mapping | list):
+            for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+                where = (*path, key if isinstance(key, int) else str(key))
+                if item == "None":
+                    self.fault(where, "'None' is a string: type null for no value")
+                self._free(item, where, own=own)
 
     def _leaf(self, value: Any, hint: Any, path: Path_) -> Any:
         if hint is Any:

@@ -85,14 +85,26 @@ def _rewrite_one(override: str, repository: Any) -> str:
     if match is None:
         return override
     plus, key, value = match.groups()
-    if key.startswith(("hydra.", "hydra/")) or repository.group_exists(key):
+    if key.startswith(("hydra.", "hydra/")):
         return override
+    if repository.group_exists(key):
+        return _group_choice(override, key, value, repository)
     if not _parses(f"{key}={value}"):
         escaped = re.sub(r"(\\*)'", lambda m: m[1] * 2 + "\\'", value)
         escaped = re.sub(r"(\\+)$", lambda m: m[1] * 2, escaped)
         if _parses(f"{key}='{escaped}'"):
             value = f"'{escaped}'"
     return f"++{key}={value}" if "/" not in key else f"{plus}{key}={value}"
+
+
+def _group_choice(override: str, key: str, value: str, repository: Any) -> str:
+    """A choice for Hydra, which says null by deleting the group from the defaults list."""
+    if value == "null":
+        return f"~{key}"
+    if re.fullmatch(r"[\d.+-]+|true|false", value, flags=re.IGNORECASE):
+        options = ", ".join(repository.get_group_options(key))
+        raise ConfigError(f"{override}: {key} is a config group; choose one of {options}")
+    return override
 
 
 def _parses(override: str) -> bool:
@@ -135,7 +147,7 @@ def compose(
         config = loader.load_configuration(config_name, list(overrides), run_mode=RunMode.RUN, from_shell=True)
         parsed, repository = loader._parse_overrides_and_create_caching_repo(config_name, list(overrides))
         defaults = create_defaults_list(repository, config_name, parsed, prepend_hydra=True, skip_missing=False)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(_one_line(error)) from error
     choices = dict(config.hydra.runtime.choices)
     with open_dict(config):

@@ -12,7 +12,7 @@ from rolegraph.config import rules
 from rolegraph.config.check import TARGET, UNRESOLVED, Checker, Problem, fill, fill_target, resolve
 from rolegraph.config.compose import CONFIG_NAME, Composed, as_config, compose, rewrite
 from rolegraph.config.provenance import Origins, Path_, join, split
-from rolegraph.config.schema import LoggerConfig, RootConfig, RunConfig, Spec
+from rolegraph.config.schema import RootConfig, RunConfig, Spec
 from rolegraph.errors import ConfigError
 
 ROLES = ("train", "rollout", "orm")
@@ -80,9 +80,6 @@ def check(source: Composed, *, config_dir: str | None = None) -> Loaded:
         checker.fault((), "no algorithm is chosen: add algorithm=grpo, algorithm=sft or algorithm=pt, or an experiment")
     roles = {role: _spec(resolved[role], (role,), checker) for role in _role_names(resolved)}
     problems += checker.problems
-    parts = [root.placement, root.data, root.model, root.reward] if root else []
-    parts += [spec.config for spec in (algorithm, *roles.values()) if spec]
-    problems += [Problem((), text) for part in parts for text in getattr(part, "problems", list)()]
     if root and algorithm and all(roles.values()):
         run = _run(root, algorithm, {role: spec for role, spec in roles.items() if spec}, config_dir)
         run = replace(run, tree=resolved)
@@ -128,10 +125,8 @@ def _spec(node: Any, path: Path_, checker: Checker) -> Spec | None:
 
 def _run(root: RootConfig, algorithm: Spec, roles: Mapping[str, Spec], config_dir: str | None) -> RunConfig:
     values = {field.name: getattr(root, field.name) for field in fields(RootConfig)}
-    logger = values.pop("logger")
-    assert isinstance(logger, LoggerConfig)
     path = (str(Path(config_dir).absolute()),) if config_dir else ()
-    return RunConfig(**values, algorithm=algorithm, roles=roles, logger=logger.names, python_path=path)
+    return RunConfig(**values, algorithm=algorithm, roles=roles, python_path=path)
 
 
 def report(problems: Iterable[Problem], origins: Origins) -> str:

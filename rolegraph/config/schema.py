@@ -21,6 +21,8 @@ class LoggerConfig:
     tensorboard: bool = False
     wandb: bool = False
     trackio: bool = False
+    samples_every: Annotated[int, Ge(0)] = 10
+    """Steps between two files of samples; 0 writes none."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -81,7 +83,7 @@ class RunConfig:
     data: DataConfig
     model: ModelConfig
     reward: RewardConfig | None
-    logger: tuple[str, ...]
+    logger: LoggerConfig
     python_path: tuple[str, ...] = ()
     """Folders with the user's own code (`--config-dir`), for the `sys.path` of every actor."""
     tree: Mapping[str, Any] = field(default_factory=dict, repr=False)

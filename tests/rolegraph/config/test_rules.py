@@ -1,0 +1,127 @@
+"""Rules across fields, and values that follow from others."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from rolegraph.config import load
+from rolegraph.config.rules import LATER
+from tests.rolegraph.config.conftest import Folder
+from tests.rolegraph.config.test_check import faults
+
+
+@pytest.mark.parametrize("path", LATER, ids=".".join)
+def test_later_work_is_refused_by_name(user: Folder, path: tuple[str, ...]) -> None:
+    key = ".".join(path)
+    message = faults(user, f"{key}=1")
+    assert f"{key}: " in message
+    assert "does not work yet" in message
+    assert f"from command line: {key}=1" in message
+
+
+def test_room_for_prompt_and_response(user: Folder) -> None:
+    message = faults(user, "data.max_length=100", "algorithm.max_completion_length=50", "rollout.max_model_len=149")
+    assert "rollout.max_model_len=149" in message
+    assert "set it to 150" in message
+    run = load(
+        ["algorithm=mine", "data.max_length=100", "algorithm.max_completion_length=50"], config_dir=str(user)
+    ).run
+    assert run.roles["rollout"].config.max_model_len == 150
+
+
+def test_context_parallelism_without_transformer_engine(user: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    missing = lambda name, *rest: None if name == "transformer_engine" else find(name, *rest)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", missing)
+    message = faults(user, "train.context_parallel_size=2", "train.ranks=2")
+    assert "train.context_parallel_size=2 needs Transformer Engine" in message
+
+
+def test_padding_free_with_tensor_parallelism(user: Folder) -> None:
+    overrides = ["train.tensor_model_parallel_size=2", "train.padding_free=true", "train.sequence_parallel=false"]
+    assert "asks for sequence_parallel" in faults(user, *overrides)
+
+
+def test_missing_and_superfluous_roles(user: Folder) -> None:
+    message = faults(user, "rollout=null", "placement=separate")
+    assert "Mine needs the role `rollout`: choose one with rollout=NAME" in message
+    user.write("algorithm/other.yaml", "# @package _global_\nalgorithm: {_target_: rolegraph_other_code.Only}\n")
+    user.write(
+        "rolegraph_other_code.py",
+        """
+        from rolegraph.algorithms.config import SFTConfig
+        from rolegraph.interfaces import TrainRole
+
+        class Only:
+            Config = SFTConfig
+            train: TrainRole
+        """,
+    )
+    message = faults(user, "algorithm=other", "train=megatron", "rollout=vllm")
+    assert "rollout: Only uses no role `rollout` (it uses train): set rollout=null" in message
+    message = faults(user, "algorithm=other", "train.lr=1")
+    assert "role train is configured but not chosen: add train=megatron" in message
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ("[[train]]", "names fewer than two roles"),
+        ("[[train,rollout],[rollout,orm]]", "names role `rollout`, which is in group 0 already"),
+        ("[[train,rolout]]", "names `rolout`, which takes no part in this run"),
+    ],
+)
+def test_colocate_groups(user: Folder, groups: str, expected: str) -> None:
+    assert expected in faults(user, f"placement.colocate_groups={groups}")
+
+
+def test_rewards_and_their_role(user: Folder) -> None:
+    assert "orm has no reward functions" in faults(user, "reward=null")
+    assert "no role scores responses" in faults(user, "orm=null", "placement=separate")
+
+
+def test_without_ray(user: Folder) -> None:
+    message = faults(user, "use_ray=false", "train.ranks=2", "rollout.tensor_parallel_size=2")
+    assert "train.ranks=2 needs processes of its own" in message
+    assert "rollout.tensor_parallel_size=2 needs processes of its own" in message
+
+
+def test_derived_values(user: Folder) -> None:
+    run = load(["algorithm=mine", "seed=7", "max_steps=30", "algorithm.beta=0.1"], config_dir=str(user)).run
+    train, rollout, orm = (run.roles[role].config for role in ("train", "rollout", "orm"))
+    assert (train.seed, rollout.seed) == (7, 7)
+    assert train.reference == "initial"
+    assert train.decay_steps == 30
+    assert orm.reward == run.reward
+    moved = run.with_model_path("/somewhere")
+    assert {role: spec.config.model for role, spec in moved.roles.items()} == dict.fromkeys(run.roles, "/somewhere")
+    assert load(["algorithm=mine"], config_dir=str(user)).run.roles["train"].config.reference is None
+
+
+def test_config_classes_contribute_rules(user: Folder) -> None:
+    user.write(
+        "rolegraph_rule_code.py",
+        """
+        from dataclasses import dataclass
+        from rolegraph.algorithms.config import SFTConfig
+        from rolegraph.interfaces import TrainRole
+
+        @dataclass(frozen=True, kw_only=True)
+        class RuleConfig(SFTConfig):
+            size: int = 1
+
+            def check(self, run):
+                if self.size > run.data.max_length:
+                    yield f"algorithm.size={self.size} is more than data.max_length={run.data.max_length}"
+
+        class Rule:
+            Config = RuleConfig
+            train: TrainRole
+        """,
+    )
+    user.write("algorithm/rule.yaml", "# @package _global_\nalgorithm: {_target_: rolegraph_rule_code.Rule}\n")
+    message = faults(user, "algorithm=rule", "train=megatron", "algorithm.size=9999")
+    assert "algorithm.size=9999 is more than data.max_length=64" in message
+    assert "from command line: algorithm.size=9999" in message
