@@ -1,0 +1,1 @@
+"""Train roles, one module a backend."""
