@@ -1,0 +1,130 @@
+"""One row in each shape it comes in, good and bad."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rolegraph.data.report import BadRowError
+from rolegraph.data.rows import Sample, content_id, read, repair
+
+
+def _read(row: dict[str, Any], needs: Any = "prompt", **options: Any) -> Sample:
+    return read(row, needs, **{"system_prompt": None, "prompt_as": "user", **options})
+
+
+USER = {"role": "user", "content": "2 + 2 ="}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [USER]},
+        {"prompt": "2 + 2 ="},
+        {"prompt": [USER]},
+        {"conversations": [{"from": "human", "value": "2 + 2 ="}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "2 + "}, {"type": "text", "text": "2 ="}]}]},
+        {"messages": [{**USER, "tool_calls": None}]},
+    ],
+)
+def test_every_shape_is_the_same_chat(row: dict[str, Any]) -> None:
+    sample = _read(row)
+    assert sample.messages == [USER]
+    assert sample.columns["messages"] == [USER]
+
+
+def test_roles_of_the_from_value_form_and_the_response() -> None:
+    turns = [("system", "be brief"), ("human", "hi"), ("gpt", "yo"), ("human", "2 + 2 ="), ("gpt", "4")]
+    sample = _read({"conversations": [{"from": who, "value": text} for who, text in turns]}, "response")
+    assert [m["role"] for m in sample.messages or []] == ["system", "user", "assistant", "user"]
+    assert sample.response == "4"
+    assert sample.columns["response"] == "4"
+    assert sample.columns["messages"][-1]["content"] == "2 + 2 ="
+
+
+def test_a_response_column_goes_before_the_last_assistant_message() -> None:
+    row = {"messages": [USER, {"role": "assistant", "content": "5"}], "response": "4"}
+    assert _read(row, "response").response == "4"
+    assert _read({"prompt": [USER], "response": [{"role": "assistant", "content": "4"}]}, "response").response == "4"
+
+
+def test_the_system_prompt_is_put_before_rows_without_one() -> None:
+    assert (_read({"prompt": "hi"}, system_prompt="be brief").messages or [])[0] == {
+        "role": "system",
+        "content": "be brief",
+    }
+    own = {"role": "system", "content": "own"}
+    assert (_read({"messages": [own, USER]}, system_prompt="be brief").messages or [])[0] == own
+
+
+def test_a_prompt_can_be_raw_text() -> None:
+    sample = _read({"prompt": "Once upon"}, prompt_as="text")
+    assert sample.messages is None
+    assert sample.text == "Once upon"
+
+
+@pytest.mark.parametrize(
+    ("row", "needs", "reason"),
+    [
+        ({}, "prompt", "no messages and no prompt"),
+        ({"prompt": ""}, "prompt", "empty prompt"),
+        ({"prompt": 3}, "prompt", "`prompt` is no list"),
+        ({"messages": []}, "prompt", "empty prompt"),
+        ({"messages": "hi"}, "prompt", "no list of messages"),
+        ({"messages": ["hi"]}, "prompt", "no object"),
+        ({"messages": [{"content": "hi"}]}, "prompt", "without a role"),
+        ({"messages": [{"role": "user", "content": None}]}, "prompt", "without content"),
+        ({"messages": [{"role": "user", "content": 3}]}, "prompt", "neither text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "image": "x"}]}]}, "prompt", "type image"),
+        ({"messages": [{"role": "user", "content": ""}]}, "prompt", "empty prompt"),
+        ({"messages": [{"role": "system", "content": "be brief"}]}, "prompt", "empty prompt"),
+        ({"messages": [{"role": "assistant", "content": "4"}]}, "prompt", "only an assistant"),
+        ({"prompt": "hi"}, "response", "no response"),
+        ({"prompt": "hi", "response": 4}, "response", "no text"),
+        ({"prompt": "hi"}, "text", "no text"),
+        ({"text": ""}, "text", "empty text"),
+    ],
+)
+def test_bad_rows_say_why(row: dict[str, Any], needs: Any, reason: str) -> None:
+    with pytest.raises(BadRowError) as caught:
+        _read(row, needs)
+    assert reason in str(caught.value)
+
+
+def test_lone_surrogates_are_replaced_and_halves_joined() -> None:
+    assert repair("a\ud83d") == ("a\ufffd", True)
+    assert repair("\ud83d\ude00") == ("\U0001f600", True)
+    assert repair({"a": ["\udc00", 1]}) == ({"a": ["\ufffd", 1]}, True)
+    row = {"a": ["é", {"b": None}]}
+    assert repair(row) == (row, False)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(st.characters(), max_size=4), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(json_values)
+def test_whatever_is_repaired_can_be_encoded(value: Any) -> None:
+    import json
+
+    json.dumps(repair(value)[0], ensure_ascii=False).encode()
+
+
+@given(st.dictionaries(st.text(max_size=5), json_values, max_size=5))
+def test_any_row_is_read_or_refused(row: dict[str, Any]) -> None:
+    for shape in (row, {"messages": list(row.values())}, {"prompt": row}):
+        try:
+            assert _read(shape).messages
+        except BadRowError as bad:
+            assert bad.reason
+
+
+def test_the_content_id_depends_on_content_alone() -> None:
+    assert content_id({"a": 1, "b": 2}) == content_id({"b": 2, "a": 1})
+    assert content_id({"a": 1}) != content_id({"a": "1"})
