@@ -65,7 +65,7 @@ def parts_by_cost(costs: Rows, parts: int) -> list[Rows]:
     """Rows in `parts` parts of like total cost: the dearest row goes to the cheapest part, rows stay in order within.
 
     >>> [part.tolist() for part in parts_by_cost(np.array([1, 9, 5, 5]), 2)]
-    [[1, 0], [2, 3]]
+    [[0, 1], [2, 3]]
     """
     chosen: list[list[int]] = [[] for _ in range(parts)]
     heap = [(0.0, 0, part) for part in range(parts)]

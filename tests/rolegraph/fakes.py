@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -172,3 +173,19 @@ def batch_of(rows: int, *, seed: int = 0) -> Batch:
             "text": [f"text {i}" for i in range(rows)],
         }
     )
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process is there and not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_gone(pids: Sequence[int], *, seconds: float) -> list[int]:
+    """Wait for processes to end; returns those that still run."""
+    deadline = time.monotonic() + seconds
+    while (left := [pid for pid in pids if is_running(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left

@@ -39,7 +39,8 @@ def test_known_columns_get_their_types() -> None:
     assert types["response_mask"] == pa.list_(pa.uint8())
     assert types["reward"] == types["rewards/x"] == pa.float64()
     masks = Batch.from_table(pa.table({"m": pa.array([[True, False]], pa.list_(pa.bool_()))}))
-    assert masks.ragged("m").values.tolist() == [1, 0] and masks.ragged("m").values.dtype == np.uint8
+    assert masks.ragged("m").values.tolist() == [1, 0]
+    assert masks.ragged("m").values.dtype == np.uint8
 
 
 def test_rows_and_columns_are_chosen() -> None:
@@ -53,7 +54,8 @@ def test_rows_and_columns_are_chosen() -> None:
     assert batch.drop(["text", "nothing"]).column_names == ["uid", "reward", "prompt_ids"]
     assert Batch.concat([batch.slice(2), batch.slice(0, 2)])["uid"].to_pylist() == ["u2", "u3", "u0", "u1"]
     assert batch["uid"].to_pylist() == ["u0", "u1", "u2", "u3"], "the batch itself never changes"
-    assert batch.repeat(0).column_names == batch.column_names and len(batch.repeat(0)) == 0
+    assert batch.repeat(0).column_names == batch.column_names
+    assert len(batch.repeat(0)) == 0
 
 
 @pytest.mark.parametrize("indices", [[4], [-1]])
@@ -68,7 +70,7 @@ def test_errors_name_the_column() -> None:
         batch["uidd"]
     with pytest.raises(BatchError, match="no column 'x'"):
         batch.select(["x"])
-    with pytest.raises(BatchError, match="differ in their number of rows.*'b': 2"):
+    with pytest.raises(BatchError, match=r"differ in their number of rows.*'b': 2"):
         Batch.from_columns({"a": [1], "b": [1, 2]})
     with pytest.raises(BatchError, match="a mask of shape"):
         batch.filter([True])
@@ -84,7 +86,8 @@ def test_errors_name_the_column() -> None:
 
 def test_numpy_turns_nulls_into_nan() -> None:
     batch = Batch.from_columns({"reward": [1.0, None], "count": pa.array([1, None]), "flag": [True, False]})
-    assert np.isnan(batch.numpy("reward")[1]) and np.isnan(batch.numpy("count")[1])
+    assert np.isnan(batch.numpy("reward")[1])
+    assert np.isnan(batch.numpy("count")[1])
     assert batch.numpy("flag").dtype == bool
     full = Batch.from_columns({"x": np.arange(3)})
     assert not full.numpy("x").flags.writeable, "zero-copy views of a batch cannot be written through"
@@ -93,11 +96,13 @@ def test_numpy_turns_nulls_into_nan() -> None:
 def test_ragged_is_flat_values_and_offsets() -> None:
     batch = sample().slice(1, 3)
     ragged = batch.ragged("prompt_ids")
-    assert ragged.values.tolist() == [0, 1, 0, 1, 2] and ragged.offsets.tolist() == [0, 2, 5]
+    assert ragged.values.tolist() == [0, 1, 0, 1, 2]
+    assert ragged.offsets.tolist() == [0, 2, 5]
     assert [row.tolist() for row in batch.lists("prompt_ids")] == [[0, 1], [0, 1, 2]]
     assert batch.slice(0, 0).lists("prompt_ids") == []
     nulls = Batch.from_columns({"teacher_prompt_ids": [[1], None, [2, 3]]}).ragged("teacher_prompt_ids")
-    assert nulls.values.tolist() == [1, 2, 3] and nulls.offsets.tolist() == [0, 1, 1, 3]
+    assert nulls.values.tolist() == [1, 2, 3]
+    assert nulls.offsets.tolist() == [0, 1, 1, 3]
 
 
 def test_ragged_of_k_entries_a_token() -> None:
@@ -105,12 +110,14 @@ def test_ragged_of_k_entries_a_token() -> None:
     batch = Batch.from_columns({"teacher_logprobs": Ragged(values, offsets)})
     assert batch["teacher_logprobs"].type == pa.list_(pa.list_(pa.float32(), 2))
     back = batch.slice(1).ragged("teacher_logprobs")
-    assert back.values.tolist() == [[8, 9], [10, 11]] and back.offsets.tolist() == [0, 2]
+    assert back.values.tolist() == [[8, 9], [10, 11]]
+    assert back.offsets.tolist() == [0, 2]
 
 
 def test_lists_of_numpy_arrays_become_a_ragged_column() -> None:
     batch = Batch.from_columns({"logprobs": [np.zeros(2, np.float32), np.ones(0, np.float32)]})
-    assert batch["logprobs"].type == pa.list_(pa.float32()) and batch["logprobs"].to_pylist() == [[0, 0], []]
+    assert batch["logprobs"].type == pa.list_(pa.float32())
+    assert batch["logprobs"].to_pylist() == [[0, 0], []]
 
 
 def big(rows: int = 64, tokens: int = 1000) -> Batch:
@@ -164,6 +171,7 @@ def test_alignment_error_names_the_uid() -> None:
 
 def test_concat_promotes_columns_of_nulls() -> None:
     joined = Batch.concat([Batch.from_columns({"x": [None, None]}), Batch.from_columns({"x": [1, 2]})])
-    assert joined["x"].to_pylist() == [None, None, 1, 2] and joined["x"].type == pa.int64()
+    assert joined["x"].to_pylist() == [None, None, 1, 2]
+    assert joined["x"].type == pa.int64()
     with pytest.raises(BatchError, match="different types"):
         Batch.concat([Batch.from_columns({"x": ["a"]}), Batch.from_columns({"x": [[1]]})])

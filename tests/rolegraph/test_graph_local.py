@@ -1,0 +1,84 @@
+"""The graph without Ray: the same handles over roles in this process."""
+
+from __future__ import annotations
+
+import pytest
+
+from rolegraph.cluster import bundles_of
+from rolegraph.errors import PlanError, RoleError, RoleGraphError
+from rolegraph.graph import GraphOptions, RoleGraph
+from rolegraph.host import RoleSpec
+from rolegraph.placement import Plan, Slot
+from rolegraph.role import Mesh, Role
+from tests.rolegraph.fakes import Fake, Plain, batch_of, plan_of, spec_of
+
+LOCAL = GraphOptions(use_ray=False, seed=3)
+
+
+async def test_the_same_calls_work_in_this_process() -> None:
+    async with RoleGraph(plan_of(ranks=1), {"fake": spec_of(Plain)}, LOCAL) as graph:
+        fake = graph.handle("fake", Fake)
+        assert await fake.doubled([1]) == [1002]
+        assert (await fake.identity(batch_of(3))).is_local
+        out = await fake.generate(batch_of(5), n=2)
+        assert out["uid"].to_pylist() == [f"u{i}" for i in range(5) for _ in range(2)]
+        told = (await fake.describe())[0]
+        assert told["in_setup_thread"]
+        assert told["context"].seed == 3
+        slow = fake.record(1, 0.3)
+        assert await fake.are_you_there()
+        assert not slow.done()
+        assert await slow == [[1]]
+        with pytest.raises(RoleError, match=r"role fake rank 0 on .* in fail_at\(\): ValueError: boom") as caught:
+            await fake.fail_at(0)
+        assert caught.value.remote_traceback.count("Traceback") == 1
+
+
+def test_blocking_programs_work_too() -> None:
+    with RoleGraph(plan_of(ranks=1), {"fake": spec_of()}, LOCAL) as graph:
+        assert graph.handle("fake", Fake).doubled.sync([4]) == [8]
+
+
+def test_more_than_one_rank_is_refused() -> None:
+    with (
+        pytest.raises(PlanError, match="use_ray=false runs every role in this process, one rank each, and fake has 2"),
+        RoleGraph(plan_of(ranks=2), {"fake": spec_of()}, LOCAL),
+    ):
+        pass
+
+
+def test_handles_are_checked() -> None:
+    class Other(Role):
+        pass
+
+    with pytest.raises(RoleGraphError, match="plan and roles differ in: rollout"):
+        RoleGraph(plan_of(ranks=1), {"fake": spec_of(), "rollout": spec_of()}, LOCAL)
+    with RoleGraph(plan_of(ranks=1), {"fake": spec_of()}, LOCAL) as graph:
+        with pytest.raises(RoleGraphError, match="role fake is a Fake, not a Other"):
+            graph.handle("fake", Other)
+        with pytest.raises(RoleGraphError, match="no running role 'fakee'; there are: fake"):
+            graph.group("fakee")
+
+
+def test_colocated_roles_share_one_bundle_of_the_larger_request() -> None:
+    def slots(role: str, ranks: int, cores: float) -> tuple[Slot, ...]:
+        mesh = Mesh(dp=ranks)
+        return tuple(Slot(role, i, "n0", "cpu", (), cores, 1, mesh.at(i)) for i in range(ranks))
+
+    plan = Plan({"train": slots("train", 2, 1.0), "rollout": slots("rollout", 1, 1.5)}, (("train", "rollout"),), "cpu")
+    found = bundles_of(plan, ("train", "rollout"))
+    assert found.resources == [{"CPU": 2.0}]
+    assert found.share["n0"] * 3 <= 2.0
+
+
+def test_gpu_bundles_are_one_a_device_with_the_node_pinned() -> None:
+    slots = tuple(Slot("train", i, f"10.0.0.{i // 2}", "cuda", (i % 2,), 2.0, 2, Mesh(dp=4).at(i)) for i in range(4))
+    found = bundles_of(Plan({"train": slots}, (("train",),), "cuda"), ("train",))
+    assert found.resources == [{"GPU": 1.0, f"node:10.0.0.{node}": 0.001} for node in (0, 0, 1, 1)]
+    assert found.gpu_of["10.0.0.1", 1] == 3
+
+
+async def test_a_failing_setup_names_the_role() -> None:
+    spec = RoleSpec(Fake, "fail in setup")
+    with pytest.raises(RoleError, match=r"in setup\(\): RuntimeError: no weights here"):
+        await RoleGraph(plan_of(ranks=1), {"fake": spec}, LOCAL).start()

@@ -1,0 +1,90 @@
+"""The graph's life on Ray: shortage, names, two roles side by side, and what signals leave behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rolegraph.errors import PlanError
+from rolegraph.graph import GraphOptions, RoleGraph
+from rolegraph.host import descendants
+from rolegraph.placement import Plan
+from tests.rolegraph.fakes import Fake, is_running, plan_of, spec_of, wait_gone
+
+pytestmark = pytest.mark.ray
+ROOT = Path(__file__).parents[2]
+
+DRIVER = """
+import asyncio, sys
+from rolegraph.graph import GraphOptions, RoleGraph
+from tests.rolegraph.fakes import Fake, plan_of, spec_of
+
+async def main():
+    async with RoleGraph(plan_of(ranks=2), {"fake": spec_of()}, GraphOptions(run_dir=sys.argv[1])) as graph:
+        fake = graph.handle("fake", Fake)
+        children = await fake.spawn_child()
+        print("ready", *children, flush=True)
+        await fake.record(1, 600.0)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.usefixtures("ray_cluster")
+async def test_too_few_cores_fail_with_need_and_have() -> None:
+    plan = plan_of(ranks=2, cores=8.0)
+    started = time.perf_counter()
+    with pytest.raises(PlanError, match=r"(?s)placement.timeout_s=0.5.*need\n.*fake +16 CPU\n.*have.*4 CPU"):
+        await RoleGraph(plan, {"fake": spec_of()}, GraphOptions(timeout_s=0.5)).start()
+    assert time.perf_counter() - started < 5
+
+
+@pytest.mark.usefixtures("ray_cluster")
+async def test_two_runs_of_one_name_are_kept_apart() -> None:
+    options = GraphOptions(exp_name="twins")
+    async with RoleGraph(plan_of(ranks=1), {"fake": spec_of()}, options):
+        with pytest.raises(PlanError, match="a run named 'twins' is on this cluster already"):
+            await RoleGraph(plan_of(ranks=1), {"fake": spec_of()}, options).start()
+        other = GraphOptions(exp_name="other")
+        async with RoleGraph(plan_of(ranks=1), {"fake": spec_of()}, other) as graph:
+            assert await graph.handle("fake", Fake).rank() == [0]
+
+
+@pytest.mark.usefixtures("ray_cluster")
+async def test_colocated_roles_start_side_by_side_and_share_cores() -> None:
+    one, two = plan_of("one", 2, cores=2.0), plan_of("two", 2, cores=2.0)
+    plan = Plan({**one.roles, **two.roles}, (("one", "two"),), "cpu")
+    async with RoleGraph(plan, {"one": spec_of(), "two": spec_of()}, GraphOptions(exp_name="two")) as graph:
+        assert await graph.handle("one", Fake).rank() == await graph.handle("two", Fake).rank() == [0, 1]
+        assert set(graph.startup) == {"one", "two"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_the_middle_of_a_call_frees_every_process(number: int, tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env.pop("RAY_ADDRESS", None)
+    command = [sys.executable, "-c", DRIVER, str(tmp_path)]
+    driver = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=env)
+    assert driver.stdout is not None
+    try:
+        line = driver.stdout.readline()
+        assert line.startswith("ready"), line + driver.stdout.read()
+        children = [int(word) for word in line.split()[1:]]
+        family = descendants(driver.pid)
+        assert len(family) > 5
+        assert all(is_running(pid) for pid in children)
+        time.sleep(0.5)
+        started = time.perf_counter()
+        driver.send_signal(number)
+        driver.wait(timeout=20)
+        assert wait_gone([*family, *children], seconds=2) == []
+        assert time.perf_counter() - started < 10
+        assert driver.returncode != 0
+    finally:
+        driver.kill()
