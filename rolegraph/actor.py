@@ -79,11 +79,6 @@ class RoleHost:
         """Memory, and what runs now; see `Host.metrics`."""
         return self._host.metrics()
 
-    @ray.method(concurrency_group="control")
-    def ping(self) -> int:
-        """Answer with the process id: the process lives and its control lane is free."""
-        return os.getpid()
-
     @ray.method(concurrency_group="main")
     def stop(self) -> None:
         """Tear the role down."""

@@ -26,11 +26,10 @@ _ENV = {
 
 
 class Cluster:
-    """A connection to Ray; `stop` ends Ray when `connect` started it."""
+    """A connection to Ray; `stop` ends it, and Ray with it when `connect` started that."""
 
     def __init__(self, *, is_ours: bool) -> None:
         self.is_ours = is_ours
-        self.is_joined = not is_ours
 
     @classmethod
     def connect(cls, cpus: float, *, object_store_bytes: int | None = None) -> Cluster:
@@ -44,7 +43,7 @@ class Cluster:
             return cls(is_ours=False)
         for name, value in _ENV.items():
             os.environ.setdefault(name, value)
-        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
         if _running_cluster():
             try:
                 ray.init(**quiet)
@@ -64,7 +63,7 @@ class Cluster:
         return cls(is_ours=True)
 
     def stop(self) -> None:
-        """Disconnect; a Ray that we started ends with it."""
+        """Disconnect, unless the program was connected before; a Ray that we started ends, a joined one stays."""
         import ray
 
         if self.is_ours and ray.is_initialized():

@@ -96,11 +96,12 @@ class RoleGraph:
     async def start(self) -> None:
         """Start all roles side by side; when one fails, everything is freed and its error raised."""
         began = time.perf_counter()
-        self._catch_sigterm()
         try:
             if self.options.use_ray:
                 cores = sum(slot.cores for slots in self.plan.roles.values() for slot in slots)
                 self._cluster = Cluster.connect(cores)
+            self._catch_sigterm()  # After Ray, which has a handler of its own.
+            if self.options.use_ray:
                 self._reservation = Reservation(self.plan)
                 await self._reservation.take(self.options.timeout_s)
             launches = [asyncio.ensure_future(self._start_role(role, began)) for role in self.plan.roles]
@@ -122,7 +123,9 @@ class RoleGraph:
         slots = self.plan.roles[role]
         for attempt in range(1, PORT_ATTEMPTS + 1):
             members: list[Member] = (
-                [*self._ray_members(role, slots)] if self.options.use_ray else [self._local_member(role, slots)]
+                [*self._ray_members(role, slots, attempt)]
+                if self.options.use_ray
+                else [self._local_member(role, slots)]
             )
             self._launched += members
             group: RoleGroup[Any] = RoleGroup(
@@ -165,11 +168,11 @@ class RoleGraph:
             threads=slot.threads,
             seed=options.seed,
             deterministic=options.deterministic,
-            run_dir=options.run_dir,
+            run_dir=str(Path(options.run_dir).resolve()),
             exp_name=options.exp_name,
         )
 
-    def _ray_members(self, role: str, slots: tuple[Slot, ...]) -> list[RayMember]:
+    def _ray_members(self, role: str, slots: tuple[Slot, ...], attempt: int) -> list[RayMember]:
         from ray import cloudpickle
 
         from rolegraph.actor import Launch, actor_class
@@ -185,7 +188,7 @@ class RoleGraph:
             log_file = str(Path(self.options.run_dir, "logs", f"{role}-{slot.rank}.log").resolve())
             env = {**process_env(slot, seat.device_ids), **spec.env}
             launch = Launch(pickled, context, env, sys_path, log_file)
-            name = f"{self.options.exp_name}/{role}/{slot.rank}"
+            name = f"{self.options.exp_name}/{role}/{slot.rank}" + (f" try {attempt}" if attempt > 1 else "")
             try:
                 actor = make.options(name=name, namespace="rolegraph", **seat.options).remote(launch)
             except ValueError as error:

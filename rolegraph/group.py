@@ -105,6 +105,16 @@ class RoleGroup(Generic[R]):
         sent = [(member, member.metrics()) for member in self.members if member.alive]
         return [await self._result(member, one, "metrics") for member, one in sent]
 
+    async def health(self, timeout_s: float = 5.0) -> list[bool]:
+        """Of each actor: whether its control lane answers within `timeout_s` seconds."""
+        asked = {rank: watch(self.members[rank].metrics().future) for rank in self.alive}
+        if asked:
+            await asyncio.wait(asked.values(), timeout=timeout_s)
+        for rank, call in asked.items():
+            if _failed(call):
+                self.members[rank].explain(cast(Any, call.exception()), "health")
+        return [rank in asked and asked[rank].done() and not _failed(asked[rank]) for rank in range(self.world_size)]
+
     async def start(self) -> float:
         """Set up every member side by side; returns the seconds of the slowest."""
         return float(max(await self._all([member.start() for member in self.members], "setup")))

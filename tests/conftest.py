@@ -17,7 +17,6 @@ for name, value in {
     "RAY_DISABLE_IMPORT_WARNING": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "CUDA_VISIBLE_DEVICES": "",
 }.items():
     os.environ.setdefault(name, value)
 
@@ -29,13 +28,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    """A Ray of our own with 4 logical CPUs and a 300 MB object store, for the whole session."""
+    """A Ray of our own for the whole session: 4 logical CPUs, 2 pretend GPUs, a 300 MB object store."""
     import ray
 
     ray.init(
         address="local",
         num_cpus=4,
-        num_gpus=0,
+        num_gpus=2,
         object_store_memory=300 * 2**20,
         include_dashboard=False,
         log_to_driver=False,

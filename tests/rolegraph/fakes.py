@@ -33,6 +33,9 @@ class Fake(Role):
         self.seen: list[int] = []
         if self.config == "fail in setup":
             raise RuntimeError("no weights here")
+        if isinstance(self.config, Path) and not self.config.exists():
+            self.config.touch()
+            raise OSError("[Errno 98] Address already in use")
 
     @endpoint()
     def noop(self) -> None:
@@ -53,6 +56,7 @@ class Fake(Role):
             "in_setup_thread": threading.get_ident() == self.setup_thread,
             "pid": os.getpid(),
             "omp": os.environ.get("OMP_NUM_THREADS"),
+            "devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
             "argv": sys.argv[0],
             "config": self.config,
         }

@@ -14,7 +14,8 @@ import pytest
 from rolegraph.errors import PlanError
 from rolegraph.graph import GraphOptions, RoleGraph
 from rolegraph.host import descendants
-from rolegraph.placement import Plan
+from rolegraph.placement import Plan, Slot
+from rolegraph.role import Mesh
 from tests.rolegraph.fakes import Fake, is_running, plan_of, spec_of, wait_gone
 
 pytestmark = pytest.mark.ray
@@ -63,6 +64,24 @@ async def test_colocated_roles_start_side_by_side_and_share_cores() -> None:
     async with RoleGraph(plan, {"one": spec_of(), "two": spec_of()}, GraphOptions(exp_name="two")) as graph:
         assert await graph.handle("one", Fake).rank() == await graph.handle("two", Fake).rank() == [0, 1]
         assert set(graph.startup) == {"one", "two"}
+
+
+@pytest.mark.usefixtures("ray_cluster")
+async def test_a_rank_sees_the_devices_that_its_bundle_got() -> None:
+    slots = tuple(Slot("fake", i, "this machine", "cuda", (i,), 1.0, 1, Mesh(dp=2).at(i)) for i in range(2))
+    plan = Plan({"fake": slots}, (("fake",),), "cuda")
+    async with RoleGraph(plan, {"fake": spec_of()}, GraphOptions(exp_name="gpus")) as graph:
+        told = await graph.handle("fake", Fake).describe()
+    assert [one["devices"] for one in told] == [str(one["context"].device_ids[0]) for one in told]
+    assert {one["devices"] for one in told} == {"0", "1"}
+
+
+@pytest.mark.usefixtures("ray_cluster")
+async def test_a_taken_rendezvous_port_is_retried(tmp_path: Path) -> None:
+    spec = spec_of(Fake, tmp_path / "was here")
+    async with RoleGraph(plan_of(ranks=1), {"fake": spec}, GraphOptions(exp_name="port")) as graph:
+        assert await graph.handle("fake", Fake).rank() == [0]
+        assert await graph.group("fake").health() == [True]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -247,6 +247,7 @@ async def test_a_dead_actor_says_so_with_its_last_words(tmp_path: Path) -> None:
         with pytest.raises(RoleError, match=r"rank 1.*the actor died") as caught:
             await graph.handle("fake", Fake).exit_at(1, hang=3.0)
         assert "last words of the actor" in str(caught.value)
+        assert await graph.group("fake").health(timeout_s=5) == [True, False]
         assert graph.group("fake").alive == (0,)
 
 
