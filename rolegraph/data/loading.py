@@ -76,7 +76,10 @@ def _build_task(config: DataConfig, model_path: str, needs: Needs) -> Iterator[A
     shards, report = build(config, model_path, needs)
     yield report
     for shard in shards:
-        yield from shard.to_parts()
+        # Ray resumes the generator with `send`, which the iterator of a tuple that is delegated to does not have.
+        light, heavy = shard.to_parts()
+        yield light
+        yield heavy
 
 
 def _dataset(rows: Batch, report: Any, config: DataConfig) -> Dataset:

@@ -49,7 +49,7 @@ def _parse(line: bytes) -> Row | BadRowError:
     if line[:2] in (b"\xff\xfe", b"\xfe\xff"):
         return BadRowError("not UTF-8", "the file is UTF-16: convert it (iconv -f UTF-16 -t UTF-8)")
     try:
-        row = json.loads(line.decode("utf-8"))
+        row = json.loads(line.rstrip().decode("utf-8"))
     except UnicodeDecodeError as error:
         return BadRowError("not UTF-8", f"byte {error.start + 1}: {error.reason}")
     except json.JSONDecodeError as error:

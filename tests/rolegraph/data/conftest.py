@@ -8,8 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from rolegraph.models import tiny
+
+# A busy machine is no fault of the code.
+settings.register_profile("data", deadline=None)
+settings.load_profile("data")
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,11 @@ USER = {"role": "user", "content": "2 + 2 ="}
         {"prompt": "2 + 2 ="},
         {"prompt": [USER]},
         {"conversations": [{"from": "human", "value": "2 + 2 ="}]},
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "2 + "}, {"type": "text", "text": "2 ="}]}]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "2 + "}, {"type": "text", "text": "2 ="}]}
+            ]
+        },
         {"messages": [{**USER, "tool_calls": None}]},
     ],
 )
@@ -104,7 +108,9 @@ def test_lone_surrogates_are_replaced_and_halves_joined() -> None:
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(st.characters(), max_size=4), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(st.characters(), max_size=4), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
