@@ -53,3 +53,22 @@ def make_checkpoint(folder: Path, kind: str, *, tied: bool = False, seed: int = 
     model.save_pretrained(folder)
     (folder / "tokenizer_config.json").write_text('{"note": "copied by exports"}')
     return str(folder)
+
+
+def add_tokenizer(folder: Path | str, size: int, *, eos: list[int] | None = None) -> None:
+    """Give a checkpoint a byte-level tokenizer with `size` ids (at least 260), and several end-of-sequence ids."""
+    import json
+
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["<|pad|>", "<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    names += [f"<|extra_{i}|>" for i in range(size - len(names))]
+    tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>").save_pretrained(
+        folder
+    )
+    if eos is not None:
+        (Path(folder) / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-class SDPAttention(MegatronModule):
+class SDPAttention(MegatronModule):  # type: ignore[misc]
     """Drop-in for megatron-core's `DotProductAttention` in a layer spec: causal, grouped queries, no bias, no window.
 
     Packed input keeps Megatron's [seq, 1, heads, dim] layout with `packed_seq_params.qkv_format` "sbhd", so that rotary
@@ -46,7 +47,7 @@ class SDPAttention(MegatronModule):
         if config.window_size is not None:
             raise ValueError("sliding-window attention needs Transformer Engine: drop train.megatron.window_size")
         if config.softmax_type != "vanilla":
-            raise ValueError(f"softmax_type {config.softmax_type!r} needs Transformer Engine; only vanilla is built here")
+            raise ValueError(f"softmax_type {config.softmax_type!r} needs Transformer Engine; set it to vanilla")
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
@@ -72,7 +73,7 @@ class SDPAttention(MegatronModule):
         if len(runs) == 1:
             return self._attend_run(query, key, value, *runs[0])
         sizes = [count * length for count, length in runs]
-        parts = zip(query.split(sizes), key.split(sizes), value.split(sizes), runs, strict=True)
+        parts = zip(*(torch.split(t, sizes) for t in (query, key, value)), runs, strict=True)
         return torch.cat([self._attend_run(q, k, v, *run) for q, k, v, run in parts])
 
     def _attend_run(self, query: Tensor, key: Tensor, value: Tensor, count: int, length: int) -> Tensor:
@@ -89,13 +90,18 @@ class SDPAttention(MegatronModule):
         seq, batch = query.shape[:2]
         query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         dropout = self.dropout if self.training else 0.0
-        options = {"is_causal": True, "scale": self.softmax_scale, "dropout_p": dropout}
-        options["enable_gqa"] = query.shape[1] != key.shape[1]
+        attend = partial(
+            F.scaled_dot_product_attention,
+            is_causal=True,
+            scale=self.softmax_scale,
+            dropout_p=dropout,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
         if dropout and not self.config.sequence_parallel:
             with get_cuda_rng_tracker().fork():
-                context = F.scaled_dot_product_attention(query, key, value, **options)
+                context = attend(query, key, value)
         else:
-            context = F.scaled_dot_product_attention(query, key, value, **options)
+            context = attend(query, key, value)
         return context.permute(2, 0, 1, 3).reshape(seq, batch, -1)
 
 

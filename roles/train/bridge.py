@@ -21,8 +21,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from roles.train.attention import SDPAttention
 from rolegraph.errors import ConfigError
+from roles.train.attention import SDPAttention
 
 HAVE_TE = importlib.util.find_spec("transformer_engine") is not None
 
@@ -44,7 +44,7 @@ class RMSNorm(torch.nn.Module):
         return torch.nn.functional.rms_norm(hidden, (hidden.shape[-1],), self.weight, self.eps)
 
 
-class _PolicyBridge(LLMBridge):
+class PolicyBridge(LLMBridge):  # type: ignore[misc]
     """What the bridges below share; mixed in before mbridge's class of the architecture."""
 
     experts = False
@@ -85,7 +85,8 @@ class _PolicyBridge(LLMBridge):
 
     def global_names(self, model: torch.nn.Module) -> dict[str, str]:
         """Each parameter's name in the whole model, by its name in this rank's stage; experts counted globally."""
-        return self._weight_name_mapping_mcore_local_to_global(model)
+        names: dict[str, str] = self._weight_name_mapping_mcore_local_to_global(model)
+        return names
 
     def hf_names(self, name: str) -> list[str]:
         """The Hugging Face tensors that a parameter, by its global name, is made of."""
@@ -93,7 +94,8 @@ class _PolicyBridge(LLMBridge):
 
     def _adjust_mapping_for_shared_weights(self) -> None:
         # mbridge writes the tied head into the mapping of the class, where an untied model would find it later.
-        self._DIRECT_MAPPING = dict(self._DIRECT_MAPPING)
+        mapping: dict[str, str] = super()._DIRECT_MAPPING
+        self._DIRECT_MAPPING = dict(mapping)
         if self.tied:
             self._DIRECT_MAPPING["output_layer.weight"] = "model.embed_tokens.weight"
 
@@ -107,15 +109,15 @@ class _PolicyBridge(LLMBridge):
         return names
 
 
-class QwenBridge2(_PolicyBridge, Qwen2Bridge):
+class QwenBridge2(PolicyBridge, Qwen2Bridge):  # type: ignore[misc]
     """Qwen2 and Qwen2.5."""
 
 
-class QwenBridge3(_PolicyBridge, Qwen3Bridge):
+class QwenBridge3(PolicyBridge, Qwen3Bridge):  # type: ignore[misc]
     """Qwen3, dense."""
 
 
-class LlamaBridge(_PolicyBridge, LLaMABridge):
+class LlamaBridge(PolicyBridge, LLaMABridge):  # type: ignore[misc]
     """Llama and its likes (SmolLM2)."""
 
     def _build_config(self) -> TransformerConfig:
@@ -124,7 +126,7 @@ class LlamaBridge(_PolicyBridge, LLaMABridge):
         return super()._build_config()
 
 
-class QwenMoeBridge3(_PolicyBridge, Qwen3MoEBridge):
+class QwenMoeBridge3(PolicyBridge, Qwen3MoEBridge):  # type: ignore[misc]
     """Qwen3 mixture of experts; its experts are modules of their own (no grouped matmul)."""
 
     experts = True
@@ -150,7 +152,7 @@ def _grouped_expert_name(name: str, offset: int) -> str:
     return re.sub(r"experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight", rename, name)
 
 
-BRIDGES: dict[str, type[_PolicyBridge]] = {
+BRIDGES: dict[str, type[PolicyBridge]] = {
     "qwen2": QwenBridge2,
     "qwen3": QwenBridge3,
     "llama": LlamaBridge,
@@ -158,7 +160,7 @@ BRIDGES: dict[str, type[_PolicyBridge]] = {
 }
 
 
-def bridge_class(hf_config: Any) -> type[_PolicyBridge]:
+def bridge_class(hf_config: Any) -> type[PolicyBridge]:
     """The bridge of a Hugging Face config's model type; raises ConfigError naming the types there are."""
     if hf_config.model_type not in BRIDGES:
         raise ConfigError(

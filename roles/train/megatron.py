@@ -8,16 +8,17 @@ import os
 import time
 from typing import TYPE_CHECKING, ClassVar
 
-from roles.train.config import MegatronTrainConfig
 from rolegraph.batch import Batch
-from rolegraph.interfaces import LossSpec, Metrics, TensorInfo, TrainRole, TransferGroup
-from rolegraph.losses.types import Loss
+from rolegraph.interfaces import LossSpec, Metrics, TensorInfo, TrainRole, TransferGroup, first_rank
+from rolegraph.role import endpoint
+from roles.train.config import MegatronTrainConfig
 
 if TYPE_CHECKING:
+    from rolegraph.losses.types import Loss
+    from rolegraph.wire import WeightSender
     from roles.train.model import Policy
     from roles.train.trainer import Trainer
     from roles.train.weights_out import WeightExport
-    from rolegraph.wire import WeightSender
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +32,8 @@ class MegatronTrain(TrainRole):
 
     Config: ClassVar[type[MegatronTrainConfig]] = MegatronTrainConfig
     config: MegatronTrainConfig
+    _loss: tuple[LossSpec, Loss] | None = None
+    _sender: WeightSender | None = None
 
     def setup(self) -> None:
         """Load the model; raises ConfigError where config, model and installation do not fit."""
@@ -38,8 +41,6 @@ class MegatronTrain(TrainRole):
         self._configure_process()
         from roles.train import model, trainer, weights_out
 
-        self._loss: tuple[LossSpec, Loss] | None = None
-        self._sender: WeightSender | None = None
         self._policy: Policy = model.build_policy(self.config, self.context)
         self._trainer: Trainer = trainer.Trainer(self.config, self._policy)
         self._export: WeightExport = weights_out.WeightExport(self._policy)
@@ -52,12 +53,12 @@ class MegatronTrain(TrainRole):
         MegatronTrain.disconnect_weights(self)
         leave()
 
-    def step(
-        self, batch: Batch, *, loss: LossSpec, temperature: float = 1.0, lr: float | None = None
-    ) -> Metrics:
+    @endpoint(dispatch="dp", collect=first_rank, cost="length")
+    def step(self, batch: Batch, *, loss: LossSpec, temperature: float = 1.0, lr: float | None = None) -> Metrics:
         """Take one optimizer step on the global batch, of which `batch` is this data-parallel rank's part."""
         return self._trainer.step(batch, self._resolve(loss), temperature=temperature, lr=lr)
 
+    @endpoint(dispatch="dp", cost="length")
     def logprobs(
         self, batch: Batch, *, temperature: float = 1.0, reference: bool = False, entropy: bool = False
     ) -> Batch:
@@ -77,30 +78,36 @@ class MegatronTrain(TrainRole):
             scored["ref_kl"] = row_divergence(batch, columns["logprobs"])
         return Batch.from_columns(scored)
 
+    @endpoint()
     def reset_optimizer(self) -> None:
         """Forget moments, and start the learning-rate schedule over."""
         self._trainer.reset()
 
+    @endpoint()
     def save_reference(self) -> None:
         """Make the weights of now the reference weights."""
         self._policy.save_reference()
 
+    @endpoint()
     def export_hf(self, path: str) -> None:
         """Write a Hugging Face folder that loads like the one the policy came from."""
         from roles.train.weights_out import export_hf
 
         export_hf(self._export, self._policy, path)
 
+    @endpoint(execute="first")
     def rendezvous(self) -> tuple[str, int]:
         """This node's address and a free port of it."""
         from rolegraph.weights import free_port
 
         return self.context.node, free_port()
 
+    @endpoint(execute="first")
     def weight_manifest(self) -> list[TensorInfo]:
         """Every tensor `send_weights` sends, in order."""
         return self._export.manifest
 
+    @endpoint()
     def connect_weights(self, group: TransferGroup) -> None:
         """Rank 0 waits until all receivers have joined."""
         from rolegraph.weights import WeightSender
@@ -109,6 +116,7 @@ class MegatronTrain(TrainRole):
         if self.context.rank == 0:
             self._sender = WeightSender(group, device=self.context.device)
 
+    @endpoint()
     def send_weights(self, bucket_bytes: int) -> float:
         """Gather on all ranks, send from rank 0; returns seconds.
 
@@ -129,6 +137,7 @@ class MegatronTrain(TrainRole):
                 pass
         return time.perf_counter() - started
 
+    @endpoint()
     def disconnect_weights(self) -> None:
         """Leave the transfer group; nothing happens without one."""
         sender, self._sender = self._sender, None

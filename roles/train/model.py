@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig
 
-from roles.train import shim
-from roles.train.config import MegatronTrainConfig
 from rolegraph.errors import ConfigError, RoleGraphError
 from rolegraph.role import RoleContext
+from roles.train import shim
+from roles.train.config import MegatronTrainConfig
 
 with shim.quick_import():
     from mbridge.core.safetensor_io import SafeTensorIO
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 
-class PolicyModel(GPTModel):
+class PolicyModel(GPTModel):  # type: ignore[misc]
     """GPTModel whose last stage ends with the final norm: hidden states [seq, batch, hidden], never logits.
 
     The head is applied to response positions only, by `linear_logprobs`.
@@ -59,16 +59,16 @@ class PolicyModel(GPTModel):
 
     def head(self) -> Tensor:
         """[padded vocabulary / tp, hidden] the output weight; last stage only."""
-        if self.share_embeddings_and_output_weights:
-            return self.shared_embedding_or_output_weight()
-        return self.output_layer.weight
+        tied = self.share_embeddings_and_output_weights
+        weight: Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        return weight
 
 
 @dataclasses.dataclass
 class Policy:
     """The model under training on this rank, with all that belongs to it."""
 
-    bridge: bridges._PolicyBridge
+    bridge: bridges.PolicyBridge
     model: PolicyModel
     ddp: DistributedDataParallel
     optimizer: MegatronOptimizer
@@ -186,8 +186,9 @@ def _check(config: MegatronTrainConfig, hf_config: Any, experts: bool) -> None:
     if experts:
         divisible.append(("num_experts", "expert_model_parallel_size"))
     for have, key in divisible:
-        if getattr(hf_config, have) % getattr(config, key):
-            found.append(f"the model's {have}={getattr(hf_config, have)} does not divide by train.{key}={getattr(config, key)}")
+        count, size = getattr(hf_config, have), getattr(config, key)
+        if count % size:
+            found.append(f"the model's {have}={count} does not divide by train.{key}={size}")
     if found:
         raise ConfigError("; ".join(found))
 
@@ -241,13 +242,17 @@ def _transformer_settings(config: MegatronTrainConfig, context: RoleContext, dty
         # The shim's gradient matmul; the other fusions are CUDA kernels.
         settings |= {"use_cpu_initialization": True, "gradient_accumulation_fusion": True}
     if not bridges.HAVE_TE:
-        fusions = ("persist_layer_norm", "masked_softmax_fusion", "apply_rope_fusion")
-        fusions += ("bias_activation_fusion", "bias_dropout_fusion")
-        settings |= dict.fromkeys(fusions, False)
+        settings |= {
+            "persist_layer_norm": False,
+            "masked_softmax_fusion": False,
+            "apply_rope_fusion": False,
+            "bias_activation_fusion": False,
+            "bias_dropout_fusion": False,
+        }
     return settings
 
 
-def _build_model(bridge: bridges._PolicyBridge) -> PolicyModel:
+def _build_model(bridge: bridges.PolicyBridge) -> PolicyModel:
     model = PolicyModel(
         config=bridge.config,
         transformer_layer_spec=bridge.layer_spec(),
@@ -261,7 +266,7 @@ def _build_model(bridge: bridges._PolicyBridge) -> PolicyModel:
 
 
 @torch.no_grad()
-def load_weights(bridge: bridges._PolicyBridge, model: PolicyModel, folder: str) -> None:
+def load_weights(bridge: bridges.PolicyBridge, model: PolicyModel, folder: str) -> None:
     """Fill this rank's parameters from a Hugging Face folder; each rank reads what it needs.
 
     Raises ValueError, naming them, where tensors are missing.

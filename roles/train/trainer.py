@@ -22,6 +22,8 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
+from rolegraph.batch import Batch
+from rolegraph.losses.types import Loss, LossOutput, Stat, TokenBatch, Totals
 from roles.train import bridge as bridges
 from roles.train.config import MegatronTrainConfig
 from roles.train.logprob import linear_logprobs
@@ -30,8 +32,6 @@ from roles.train.microbatch import plan_microbatches
 from roles.train.model import Policy
 from roles.train.packing import MicroBatch, collate, per_token_column, response_tokens
 from roles.train.schedule import learning_rate
-from rolegraph.batch import Batch
-from rolegraph.losses.types import Loss, LossOutput, Stat, TokenBatch, Totals
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -93,7 +93,7 @@ class Trainer:
         stats = self._run(batch, plan, finish, forward_only=False)
         rate = self._rate() if lr is None else lr
         grad_norm, skipped = self._update(rate)
-        metrics = self._on_every_stage(lambda: reduce_stats(stats, self._data_group, device))
+        metrics: dict[str, float] = self._on_every_stage(lambda: reduce_stats(stats, self._data_group, device))
         metrics |= {
             "grad_norm": grad_norm,
             "lr": rate,
@@ -215,9 +215,7 @@ class Trainer:
             columns["entropy"] = per_token_column(batch, [(rows, score.entropy) for rows, score in parts])
         return columns
 
-    def _scores(
-        self, micro: MicroBatch, hidden: Tensor, *, temperature: float, entropy: bool
-    ) -> tuple[Tensor, Scores]:
+    def _scores(self, micro: MicroBatch, hidden: Tensor, *, temperature: float, entropy: bool) -> tuple[Tensor, Scores]:
         logprobs, entropies = self._score(micro, hidden, temperature, entropy)
         scores = Scores(logprobs.float().cpu().numpy(), None if entropies is None else entropies.float().cpu().numpy())
         return hidden.new_zeros(()), scores
@@ -303,9 +301,7 @@ class Trainer:
     def _micro_batches(self, batch: Batch, plan: Plan) -> Iterator[MicroBatch]:
         self._real_tokens = self._slots = 0
         for rows in plan.rows:
-            micro = collate(
-                batch, rows, padding_free=self.config.uses_padding_free, multiple_of=self._multiple_of
-            )
+            micro = collate(batch, rows, padding_free=self.config.uses_padding_free, multiple_of=self._multiple_of)
             self._slots += micro.input_ids.numel()
             self._real_tokens += self._tokens_of(batch, rows)
             yield micro.to(self.policy.device)

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,8 +15,8 @@ from megatron.core import parallel_state
 from safetensors.torch import save_file
 from torch import Tensor
 
-from roles.train.model import Policy
 from rolegraph.interfaces import TensorInfo
+from roles.train.model import Policy
 
 _SHARD_BYTES = 4 * 2**30
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
@@ -144,7 +145,7 @@ def export_hf(export: WeightExport, policy: Policy, folder: str) -> None:
         for _ in export.tensors():
             pass
     else:
-        os.makedirs(folder, exist_ok=True)
+        Path(folder).mkdir(parents=True, exist_ok=True)
         _copy_side_files(policy.source, folder)
         _write_shards(export, folder)
         hf_config = policy.bridge.hf_config

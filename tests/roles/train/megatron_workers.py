@@ -1,0 +1,178 @@
+"""Processes for tests of several ranks, and the same training in plain transformers to compare with."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rolegraph.batch import Batch
+from rolegraph.interfaces import LossSpec
+from rolegraph.role import Mesh, RoleContext
+from roles.train.config import MegatronTrainConfig
+from tests.models import VOCAB
+
+NLL = LossSpec("tests.losses_for_tests.nll")
+OPTIMIZER: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "clip_grad": 1.0, "adam_beta2": 0.95}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to spread the same training over ranks."""
+
+    name: str
+    kind: str
+    """Folder name of the checkpoint."""
+    dp: int = 1
+    pp: int = 1
+    tp: int = 1
+    config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def world(self) -> int:
+        return self.dp * self.pp * self.tp
+
+
+def make_batch(rows: int, seed: int, *, masked: bool = False) -> Batch:
+    """Random rows; some responses are empty, and with `masked` no token is trained on."""
+    draw = np.random.default_rng(seed)
+    prompts = [draw.integers(0, VOCAB, size).astype(np.int32) for size in draw.integers(1, 9, rows)]
+    sizes = draw.integers(1, 12, rows)
+    if rows > 3:
+        sizes[2] = 0
+    responses = [draw.integers(0, VOCAB, size).astype(np.int32) for size in sizes]
+    masks = [(draw.random(size) < 0.8).astype(np.uint8) * (not masked) for size in sizes]
+    return Batch.from_columns(
+        {
+            "uid": [str(row) for row in range(rows)],
+            "prompt_ids": prompts,
+            "response_ids": responses,
+            "response_mask": masks,
+        }
+    )
+
+
+def training_batches() -> list[Batch]:
+    """What every case trains on: also fewer rows than data-parallel ranks, and a batch without a trained token."""
+    return [
+        make_batch(8, 0),
+        make_batch(7, 1),
+        make_batch(1, 2),
+        make_batch(4, 3, masked=True),
+        make_batch(8, 4),
+    ]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_case(case: Case, folder: Path, rank: int, port: int) -> dict[str, Any]:
+    """Train one case as one of its ranks; what this rank saw."""
+    from roles.train.megatron import MegatronTrain
+
+    mesh = Mesh(dp=case.dp, pp=case.pp, tp=case.tp).at(rank)
+    context = RoleContext(role="train", rank=rank, world_size=case.world, mesh=mesh, threads=1, master_port=port)
+    config = MegatronTrainConfig(
+        model=str(folder / case.kind),
+        tensor_model_parallel_size=case.tp,
+        pipeline_model_parallel_size=case.pp,
+        micro_batch_size=3,
+        reference="initial",
+        **OPTIMIZER | case.config,
+    )
+    role = MegatronTrain(config, context)
+    role.setup()
+    try:
+        batches = training_batches()
+        first = role.logprobs(part(batches[0], mesh), entropy=True)
+        metrics = [role.step(part(batch, mesh), loss=NLL, temperature=1.0) for batch in batches]
+        after = role.logprobs(part(batches[0], mesh), temperature=0.7)
+        reference = role.logprobs(part(batches[0], mesh), reference=True)
+        role.export_hf(str(folder / f"export-{case.name}"))
+        return {
+            "mesh": mesh,
+            "metrics": metrics,
+            "first": first.table,
+            "after": after.table,
+            "reference": reference.table,
+            "manifest": role.weight_manifest(),
+            "sent": {name: tensor.clone() for name, tensor in role._export.tensors()},
+        }
+    finally:
+        role.teardown()
+
+
+def part(batch: Batch, mesh: Mesh) -> Batch:
+    """The rows of one data-parallel rank, as the group cuts them."""
+    bounds = np.linspace(0, len(batch), mesh.dp + 1).round().astype(int)
+    return batch.slice(int(bounds[mesh.dp_rank]), int(bounds[mesh.dp_rank + 1]))
+
+
+def worker(
+    slot: int, rounds: Sequence[Sequence[tuple[Case, int]]], ports: Sequence[Sequence[int]], folder: Path
+) -> None:
+    """One process: in each round it is a rank of the case whose slots it lies in."""
+    for cases, round_ports in zip(rounds, ports, strict=True):
+        for (case, first), port in zip(cases, round_ports, strict=True):
+            if not first <= slot < first + case.world:
+                continue
+            started = time.monotonic()
+            try:
+                result = run_case(case, folder, slot - first, port)
+            except Exception:
+                result = {"error": traceback.format_exc()}
+            result["seconds"] = time.monotonic() - started
+            with open(folder / f"{case.name}-{slot - first}.pkl", "wb") as out:
+                pickle.dump(result, out)
+
+
+def reference_run(folder: Path, kind: str) -> dict[str, Any]:
+    """The same training with transformers and AdamW on one process."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder / kind, dtype=torch.float32)
+    matrices = [param for param in model.parameters() if param.dim() > 1]
+    vectors = [param for param in model.parameters() if param.dim() == 1]
+    groups = [
+        {"params": matrices, "weight_decay": OPTIMIZER["weight_decay"]},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER["lr"], betas=(0.9, OPTIMIZER["adam_beta2"]), eps=1e-8)
+    batches = training_batches()
+    with torch.no_grad():
+        first = _hf_logprobs(model, batches[0], 1.0)
+    losses, norms = [], []
+    for batch in batches:
+        logprobs, _ = _hf_logprobs(model, batch, 1.0)
+        mask = torch.tensor(batch.ragged("response_mask").values.astype(np.float32))
+        loss = -(logprobs * mask).sum() / mask.sum().clamp(min=1)
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER["clip_grad"])))
+        optimizer.step()
+        losses.append(float(loss))
+    with torch.no_grad():
+        after = _hf_logprobs(model, batches[0], 0.7)
+    weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    return {"losses": losses, "norms": norms, "first": first, "after": after, "weights": weights}
+
+
+def _hf_logprobs(model: Any, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    logprobs, entropies = [], []
+    for prompt, response in zip(batch.lists("prompt_ids"), batch.lists("response_ids"), strict=True):
+        ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))[None]
+        table = torch.log_softmax(model(ids).logits[0].float() / temperature, -1)[len(prompt) - 1 : -1]
+        logprobs.append(table.gather(-1, ids[0, len(prompt) :, None])[:, 0])
+        entropies.append(-(table.exp() * table).sum(-1))
+    return torch.cat(logprobs), torch.cat(entropies)

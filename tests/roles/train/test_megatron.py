@@ -1,0 +1,323 @@
+"""The Megatron train role on one rank: attention, config, micro-batches, losses, reference weights, weight sync."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rolegraph.errors import ConfigError, RoleGraphError
+from rolegraph.interfaces import LossSpec, TransferGroup
+from rolegraph.role import RoleContext
+from roles.train.config import MegatronTrainConfig
+from tests.models import make_checkpoint
+from tests.roles.train.megatron_workers import NLL, free_port, make_batch
+
+pytestmark = pytest.mark.engine
+
+Start = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("megatron")
+    make_checkpoint(path / "qwen3", "qwen3", tied=True)
+    make_checkpoint(path / "qwen3_moe", "qwen3_moe")
+    return path
+
+
+@pytest.fixture
+def start(folder: Path) -> Iterator[Start]:
+    """Start a role on this process; one at a time."""
+    from roles.train.megatron import MegatronTrain
+
+    running: list[Any] = []
+
+    def make(kind: str = "qwen3", *, deterministic: bool = False, **settings: Any) -> Any:
+        stop()
+        context = RoleContext(role="train", threads=1, master_port=free_port(), deterministic=deterministic)
+        role = MegatronTrain(MegatronTrainConfig(model=str(folder / kind), **{"lr": 1e-2} | settings), context)
+        running.append(role)
+        role.setup()
+        return role
+
+    def stop() -> None:
+        while running:
+            running.pop().teardown()
+
+    yield make
+    stop()
+    torch.use_deterministic_algorithms(False)
+
+
+def flat(batch: Any, name: str) -> Any:
+    return batch.ragged(name).values
+
+
+# ----- attention -----
+
+
+def naive_attention(query: Any, key: Any, value: Any) -> Any:
+    """[s, heads, d] of one sequence, written out."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) / query.shape[-1] ** 0.5
+    future = torch.ones(len(query), len(query), dtype=torch.bool).triu(1)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(future, -torch.inf).softmax(-1), value).flatten(1)
+
+
+@pytest.mark.parametrize("lengths", [[5], [4, 4, 4], [3, 3, 7, 1, 2, 2]])
+def test_packed_attention_stays_within_each_sequence(lengths: list[int]) -> None:
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from roles.train.attention import SDPAttention
+
+    torch.manual_seed(0)
+    config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=4, num_query_groups=2, kv_channels=16)
+    attention = SDPAttention(config, 1, AttnMaskType.causal, "self").eval()
+    total = sum(lengths)
+    query = torch.randn(total, 1, 4, 16, requires_grad=True)
+    key, value = (torch.randn(total, 1, 2, 16, requires_grad=True) for _ in range(2))
+    bounds = torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32)
+    packed = PackedSeqParams(qkv_format="sbhd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+    out = attention(query, key, value, packed_seq_params=packed)[:, 0]
+    parts = [t[:, 0].split(lengths) for t in (query, key, value)]
+    expected = torch.cat([naive_attention(*part) for part in zip(*parts, strict=True)])
+    assert torch.allclose(out, expected, atol=1e-5)
+    weights = torch.randn_like(out)
+    grads = torch.autograd.grad((out * weights).sum(), (query, key, value))
+    wanted = torch.autograd.grad((expected * weights).sum(), (query, key, value))
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(grads, wanted, strict=True))
+
+
+# ----- the same numbers, however rows are laid out -----
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_layout_and_micro_batches_change_nothing(start: Start, kind: str) -> None:
+    seen = []
+    layouts: list[dict[str, Any]] = [
+        {"padding_free": True, "micro_batch_size": 8},
+        {"padding_free": False, "micro_batch_size": 3},
+        {"padding_free": True, "micro_batch_size": 1},
+        {"padding_free": False, "max_tokens_per_micro_batch": 40},
+    ]
+    for layout in layouts:
+        role = start(kind, **layout)
+        scored = role.logprobs(make_batch(9, 0), temperature=0.8, entropy=True)
+        steps = [role.step(make_batch(9, seed), loss=NLL) for seed in range(3)]
+        seen.append((scored, steps))
+    scored, steps = seen[0]
+    assert seen[0][1][0]["micro_batches"] == 2
+    assert seen[2][1][0]["micro_batches"] == 9
+    assert seen[0][1][0]["padding"] == 0.0 < seen[1][1][0]["padding"]
+    for other, other_steps in seen[1:]:
+        assert np.abs(flat(other, "logprobs") - flat(scored, "logprobs")).max() < 1e-5
+        assert np.abs(flat(other, "entropy") - flat(scored, "entropy")).max() < 1e-5
+        for one, two in zip(steps, other_steps, strict=True):
+            assert abs(one["loss"] - two["loss"]) < 1e-5
+            assert abs(one["nll"] - two["nll"]) < 1e-5
+            assert abs(one["grad_norm"] - two["grad_norm"]) < 1e-4
+            assert one["longest"] == two["longest"]
+
+
+def test_equal_runs_are_equal_bit_for_bit(start: Start) -> None:
+    runs = []
+    for _ in range(2):
+        role = start(deterministic=True)
+        steps = [role.step(make_batch(8, seed), loss=NLL) for seed in range(3)]
+        runs.append([{k: v for k, v in step.items() if k != "seconds"} for step in steps])
+    assert runs[0] == runs[1]
+
+
+def test_trains_in_bfloat16_with_float32_gradients(start: Start) -> None:
+    exact = flat(start().logprobs(make_batch(8, 0)), "logprobs")
+    role = start(dtype="bfloat16")
+    assert {param.dtype for param in role._policy.model.parameters()} == {torch.bfloat16}
+    assert {param.main_grad.dtype for param in role._policy.model.parameters()} == {torch.float32}
+    assert 0 < np.abs(flat(role.logprobs(make_batch(8, 0)), "logprobs") - exact).max() < 0.5
+    losses = [role.step(make_batch(8, 0), loss=NLL)["loss"] for _ in range(8)]
+    assert losses[-1] < losses[0] - 1
+    assert all(info.dtype == "bfloat16" for info in role.weight_manifest())
+
+
+# ----- losses -----
+
+
+def test_prepare_sees_the_whole_batch_and_its_columns_reach_the_loss(start: Start) -> None:
+    role = start(micro_batch_size=2)
+    batch = make_batch(8, 0)
+    batch = batch.merge(role.logprobs(batch))
+    metrics = role.step(batch, loss=LossSpec("tests.losses_for_tests.Prepared"))
+    # A statistic's weight is 1 / rows, once a micro-batch of two rows: the sums over the batch are 1.
+    assert metrics["weights"] == pytest.approx(1.0 / 2, abs=1e-5)
+    assert metrics["shares"] == pytest.approx(1.0 / 2, abs=1e-5)
+
+
+def test_a_gradient_that_is_no_number_changes_no_weight(start: Start) -> None:
+    role = start()
+    before = {name: param.detach().clone() for name, param in role._policy.model.named_parameters()}
+    metrics = role.step(make_batch(4, 0), loss=LossSpec("tests.losses_for_tests.broken"))
+    assert metrics["skipped"] == 1.0
+    assert all(torch.equal(param, before[name]) for name, param in role._policy.model.named_parameters())
+    assert role.step(make_batch(4, 0), loss=NLL)["skipped"] == 0.0
+    assert not all(torch.equal(param, before[name]) for name, param in role._policy.model.named_parameters())
+
+
+def test_a_loss_without_a_gradient_and_an_empty_batch_are_zero_steps(start: Start) -> None:
+    role = start()
+    assert role.step(make_batch(4, 0), loss=LossSpec("tests.losses_for_tests.constant"))["grad_norm"] == 0.0
+    metrics = role.step(make_batch(4, 0).slice(0, 0), loss=NLL)
+    assert (metrics["loss"], metrics["grad_norm"], metrics["rows"], metrics["tokens"]) == (0.0, 0.0, 0.0, 0.0)
+    assert len(role.logprobs(make_batch(4, 0).slice(0, 0))) == 0
+
+
+# ----- optimizer -----
+
+
+def test_schedule_override_and_reset(start: Start) -> None:
+    role = start(lr=0.1, lr_schedule="linear", warmup_steps=1, decay_steps=5, min_lr=0.01)
+    batch = make_batch(4, 0)
+    rates = [role.step(batch, loss=NLL, lr=lr)["lr"] for lr in (None, None, 0.5, None)]
+    assert rates == pytest.approx([0.05, 0.1, 0.5, 0.055])
+    assert any(state["exp_avg"].abs().sum() > 0 for state in role._policy.optimizer.state.values())
+    role.reset_optimizer()
+    assert all(state["exp_avg"].abs().sum() == 0 for state in role._policy.optimizer.state.values())
+    assert role.step(batch, loss=NLL)["lr"] == pytest.approx(0.05)
+
+
+def test_clipping_limits_the_step_to_the_norm(start: Start) -> None:
+    norms = {}
+    for clip in (0.0, 0.25):
+        role = start(clip_grad=clip)
+        reported = role.step(make_batch(8, 0), loss=NLL)["grad_norm"]
+        # Adam's first moment after one step is 0.1 of the clipped gradient.
+        moments = [state["exp_avg"] for state in role._policy.optimizer.state.values()]
+        norms[clip] = float(torch.stack([moment.norm() for moment in moments]).norm()) * 10
+        assert reported > 1.0
+    assert norms[0.0] == pytest.approx(reported, rel=1e-4)
+    assert norms[0.25] == pytest.approx(0.25, rel=1e-4)
+
+
+# ----- reference weights -----
+
+
+def test_reference_weights_stay_while_the_policy_moves(start: Start) -> None:
+    role = start()
+    batch = make_batch(8, 0)
+    with pytest.raises(RoleGraphError, match="train.reference=initial"):
+        role.logprobs(batch, reference=True)
+    role.step(batch, loss=NLL)
+    role.save_reference()
+    kept = flat(role.logprobs(batch), "logprobs").copy()
+    role.step(batch, loss=NLL)
+    now = role.logprobs(batch)
+    scored = role.logprobs(batch.merge(now), reference=True)
+    assert np.array_equal(flat(scored, "ref_logprobs"), kept)
+    assert np.abs(flat(now, "logprobs") - kept).max() > 1e-2
+    gaps = (flat(now, "logprobs").astype(np.float64) - kept) * flat(batch, "response_mask")
+    bounds = batch.ragged("response_ids").offsets
+    expected = [gaps[a:b].sum() for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    assert np.allclose(scored.numpy("ref_kl"), expected, atol=1e-6)
+    assert scored.numpy("ref_kl").dtype == np.float64
+    # The policy's own weights are back.
+    assert np.array_equal(flat(role.logprobs(batch), "logprobs"), flat(now, "logprobs"))
+
+
+# ----- weights on their way out -----
+
+
+def test_sends_what_the_manifest_says(start: Start) -> None:
+    from rolegraph.wire import WeightReceiver
+
+    role = start()
+    role.step(make_batch(8, 0), loss=NLL)
+    host, port = role.rendezvous()
+    group = TransferGroup("gloo", host, port, 2, (1,), 30.0)
+    received: dict[str, torch.Tensor] = {}
+
+    def receive() -> None:
+        receiver = WeightReceiver(group, 1)
+        for name, tensor in receiver.receive(role.weight_manifest()):
+            received[name] = tensor.clone()
+        receiver.close()
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    role.connect_weights(group)
+    assert role.send_weights(10_000) > 0
+    thread.join(timeout=30)
+    role.disconnect_weights()
+    assert list(received) == [info.name for info in role.weight_manifest()]
+    assert "lm_head.weight" not in received
+    for name, tensor in role._export.tensors():
+        assert torch.equal(received[name], tensor)
+
+
+def test_sending_without_a_connection_says_so(start: Start) -> None:
+    with pytest.raises(RoleGraphError, match="connect_weights"):
+        start().send_weights(1000)
+
+
+# ----- what is refused -----
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"megatron": {"attention_dropot": 0.1}}, "train.megatron.attention_dropot .* nearest is attention_dropout"),
+        ({"megatron": {"adam_beta_1": 0.1}}, "nearest is adam_beta1"),
+        ({"megatron": {"tensor_model_parallel_size": 2}}, "use train.tensor_model_parallel_size"),
+        ({"megatron": {"lr": 2}}, "use train.lr"),
+        ({"megatron": {"exp_avg_dtype": "float33"}}, "no torch dtype"),
+        ({"context_parallel_size": 2}, "needs Transformer Engine"),
+        ({"expert_model_parallel_size": 2}, "has no experts"),
+        (
+            {"tensor_model_parallel_size": 3},
+            "num_attention_heads=4 does not divide by train.tensor_model_parallel_size=3",
+        ),
+        ({"tensor_model_parallel_size": 2, "sequence_parallel": False, "padding_free": True}, "asks for sequence_para"),
+        ({"micro_batch_size": 0}, "train.micro_batch_size=0 must be 1 or more"),
+    ],
+)
+def test_refuses(start: Start, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        start(**settings)
+
+
+def test_refuses_an_architecture_it_does_not_have(start: Start, folder: Path) -> None:
+    (folder / "gpt2").mkdir(exist_ok=True)
+    (folder / "gpt2" / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(ConfigError, match="'gpt2'; it has llama, qwen2, qwen3, qwen3_moe"):
+        start("gpt2")
+
+
+def test_megatron_fields_reach_model_and_optimizer(start: Start) -> None:
+    role = start(megatron={"layernorm_epsilon": 0.5, "log_num_zeros_in_grad": True})
+    assert role._policy.model.decoder.final_layernorm.eps == 0.5
+    assert role._policy.optimizer.config.log_num_zeros_in_grad is True
+
+
+def test_the_shim_leaves_torch_alone() -> None:
+    from megatron.core import parallel_state
+
+    assert parallel_state.torch is not torch
+    assert parallel_state.torch.cuda.current_device() == torch.device("cpu")
+    assert not isinstance(torch.cuda.current_device, type(parallel_state.torch.cuda.current_device))
+    assert torch.compile.__module__ == "torch"
+
+
+def test_the_shim_is_off_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    from roles.train import shim
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert not shim.needed()
+    with shim.quick_import():
+        assert torch.compile.__module__ == "torch"

@@ -1,0 +1,150 @@
+"""Every kind of parallelism trains as plain transformers does: one spawn of processes, many cases."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from tests.models import make_checkpoint
+from tests.roles.train import megatron_workers as workers
+from tests.roles.train.megatron_workers import Case
+
+pytestmark = pytest.mark.engine
+
+ROUNDS: list[list[tuple[Case, int]]] = [
+    # (case, first of its process slots): the cases of a round run side by side.
+    [
+        (Case("tp2-sp-packed", "qwen3", tp=2), 0),
+        (Case("pp2-tied-packed", "qwen3-tied", pp=2), 2),
+    ],
+    [
+        (Case("tp2-padded", "llama-tied", tp=2, config={"sequence_parallel": False, "padding_free": False}), 0),
+        (Case("dp2", "llama-tied", dp=2, config={"padding_free": False}), 2),
+    ],
+    [
+        (Case("dp2-replicated-optimizer", "qwen2", dp=2, config={"use_distributed_optimizer": False}), 0),
+        (Case("ep2", "qwen3_moe", dp=2, config={"expert_model_parallel_size": 2}), 2),
+    ],
+    [
+        (Case("tp2-ep2", "qwen3_moe", tp=2, config={"expert_model_parallel_size": 2}), 0),
+        (
+            Case(
+                "token-budget-dp2", "qwen3", dp=2, config={"micro_batch_size": None, "max_tokens_per_micro_batch": 24}
+            ),
+            2,
+        ),
+    ],
+    [(Case("tp2-pp2-sp-tied-packed", "qwen3-tied", tp=2, pp=2), 0)],
+    [(Case("dp2-pp2-padded", "qwen2", dp=2, pp=2, config={"padding_free": False}), 0)],
+]
+CASES = [case for cases in ROUNDS for case, _ in cases]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("megatron")
+    for case in CASES:
+        kind, _, tied = case.kind.partition("-")
+        if not (path / case.kind).exists():
+            make_checkpoint(path / case.kind, kind, tied=bool(tied))
+    return path
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> Iterator[dict[str, list[dict[str, Any]]]]:
+    """What every rank of every case saw."""
+    spawn = multiprocessing.get_context("spawn")
+    ports = [[workers.free_port() for _ in cases] for cases in ROUNDS]
+    processes = [spawn.Process(target=workers.worker, args=(slot, ROUNDS, ports, folder)) for slot in range(4)]
+    for process in processes:
+        process.start()
+    try:
+        for process in processes:
+            process.join(timeout=240)
+        assert not any(process.is_alive() for process in processes), "a rank hangs"
+        yield {case.name: [_load(folder, case, rank) for rank in range(case.world)] for case in CASES}
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def _load(folder: Path, case: Case, rank: int) -> dict[str, Any]:
+    with open(folder / f"{case.name}-{rank}.pkl", "rb") as file:
+        loaded: dict[str, Any] = pickle.load(file)
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def references(folder: Path) -> Any:
+    import functools
+
+    return functools.lru_cache(partial(workers.reference_run, folder))
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_trains_as_transformers_does(case: Case, runs: Any, references: Any) -> None:
+    ranks = runs[case.name]
+    for rank, seen in enumerate(ranks):
+        assert "error" not in seen, f"rank {rank}:\n{seen.get('error')}"
+    reference = references(case.kind)
+    first = ranks[0]
+
+    assert np.abs(_joined(ranks, "first", "logprobs") - reference["first"][0].numpy()).max() < 1e-5
+    assert np.abs(_joined(ranks, "first", "entropy") - reference["first"][1].numpy()).max() < 1e-5
+    assert np.abs(_joined(ranks, "reference", "ref_logprobs") - reference["first"][0].numpy()).max() < 1e-5
+    losses = np.array([metrics["loss"] for metrics in first["metrics"]])
+    norms = np.array([metrics["grad_norm"] for metrics in first["metrics"]])
+    assert np.abs(losses - reference["losses"]).max() < 1e-4
+    assert np.abs(norms - reference["norms"]).max() < 1e-3
+    # Adam's first steps divide by the gradient's own size: rounding of near-zero gradients shows in the weights.
+    assert np.abs(_joined(ranks, "after", "logprobs") - reference["after"][0].numpy()).max() < 2e-3
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_ranks_agree_and_count_globally(case: Case, runs: Any) -> None:
+    ranks = runs[case.name]
+    batches = workers.training_batches()
+    for step, batch in enumerate(batches):
+        seen = [{k: v for k, v in rank["metrics"][step].items() if k != "seconds"} for rank in ranks]
+        assert all(metrics == seen[0] for metrics in seen)
+        assert seen[0]["rows"] == len(batch)
+        assert seen[0]["tokens"] == batch.ragged("response_mask").values.sum()
+        assert 0.0 <= seen[0]["padding"] < 1.0
+    assert ranks[0]["metrics"][3]["loss"] == 0.0
+    assert ranks[0]["metrics"][3]["grad_norm"] == 0.0
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_exports_every_weight_under_its_name(case: Case, runs: Any, references: Any, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    weights = references(case.kind)["weights"]
+    first = runs[case.name][0]
+    exported = AutoModelForCausalLM.from_pretrained(folder / f"export-{case.name}", dtype=torch.float32).state_dict()
+    assert (folder / f"export-{case.name}" / "tokenizer_config.json").exists()
+    assert exported.keys() == weights.keys()
+    for name, tensor in weights.items():
+        assert torch.allclose(exported[name], tensor, atol=3e-3), name
+    assert [info.name for info in first["manifest"]] == list(first["sent"])
+    for info in first["manifest"]:
+        assert info.shape == tuple(first["sent"][info.name].shape)
+    assert ("lm_head.weight" in first["sent"]) == ("tied" not in case.kind)
+
+
+def _joined(ranks: list[dict[str, Any]], table: str, column: str) -> Any:
+    """A per-token column of all data-parallel ranks, as the group collects it: from tp = pp = 0."""
+    tables = [seen[table] for seen in sorted(ranks, key=lambda seen: seen["mesh"].dp_rank) if _speaks(seen["mesh"])]
+    return pa.concat_tables(tables).column(column).combine_chunks().values.to_numpy()
+
+
+def _speaks(mesh: Any) -> bool:
+    return mesh.tp_rank == 0 and mesh.pp_rank == 0
