@@ -172,7 +172,7 @@ class RoleGraph:
             exp_name=options.exp_name,
         )
 
-    def _ray_members(self, role: str, slots: tuple[Slot, ...], attempt: int) -> list[RayMember]:
+    def _ray_members(self, role: str, slots: tuple[Slot, ...], attempt: int) -> list[Member]:
         from ray import cloudpickle
 
         from rolegraph.actor import Launch, actor_class
@@ -181,7 +181,7 @@ class RoleGraph:
         pickled = cloudpickle.dumps(spec)
         make = actor_class(spec.role_class)
         sys_path = [*self.options.python_path, *(str(Path(path).resolve()) for path in sys.path)]
-        members = []
+        members: list[Member] = []
         for slot in slots:
             seat = reservation.seat(slot)
             context = self._context(role, slot, seat.device_ids)
@@ -201,14 +201,14 @@ class RoleGraph:
             members.append(RayMember(actor, context, log_file))
         return members
 
-    def _local_member(self, role: str, slots: tuple[Slot, ...]) -> LocalMember:
+    def _local_members(self, role: str, slots: tuple[Slot, ...]) -> list[Member]:
         if len(slots) > 1:
             raise PlanError(
                 f"use_ray=false runs every role in this process, one rank each, and {role} has {len(slots)}: "
                 "set use_ray=true, or one rank"
             )
         os.environ.update(self.roles[role].env)
-        return LocalMember(self.roles[role], self._context(role, slots[0], slots[0].device_ids))
+        return [LocalMember(self.roles[role], self._context(role, slots[0], slots[0].device_ids))]
 
     async def _free(self, *, teardown: bool) -> None:
         """Everything that was started, in the reverse order; each step has its time, none stops the next."""

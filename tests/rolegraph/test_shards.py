@@ -1,0 +1,115 @@
+"""A driver's batch against the same operations on local ones, with strings in place of object references."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from rolegraph.batch import Batch
+from rolegraph.dispatch import contiguous_parts
+from rolegraph.errors import BatchError
+from rolegraph.shards import Refs
+from tests.rolegraph.fakes import batch_of
+
+Store = dict[str, Any]
+
+
+def on_driver(local: Batch, store: Store, sizes: tuple[int, ...]) -> Batch:
+    """The batch as an actor would have returned it, in shards of these sizes."""
+    parts, start = [], 0
+    for size in sizes:
+        light, heavy = local.slice(start, start + size).to_parts()
+        ref = f"object {len(store)}"
+        store[ref] = heavy
+        parts.append(Batch.from_parts(light, cast(Any, ref)))
+        start += size
+    return Batch.concat(parts)
+
+
+def arrived(batch: Batch, store: Store) -> Batch:
+    """The batch as an actor gets it."""
+    refs = Refs()
+    parcel = batch._pack(refs)
+    return Batch(parcel.unpack([store[cast(Any, ref)] for ref in refs.refs]))
+
+
+def same(one: Batch, other: Batch) -> bool:
+    return bool(one.table.select(other.column_names).equals(other.table))
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda b: b,
+        lambda b: b.slice(3, 9),
+        lambda b: b.slice(0, 0),
+        lambda b: b.take([11, 0, 0, 5, 4, 3]),
+        lambda b: b.take(np.random.default_rng(0).permutation(12)),
+        lambda b: b.repeat(3),
+        lambda b: b.filter(np.arange(12) % 2 == 0),
+        lambda b: Batch.concat([b.slice(8, 12), b.slice(0, 3), b.take([5, 5])]),
+        lambda b: Batch.concat([b.take(part) for part in contiguous_parts(12, 5)]),
+        lambda b: b.select(["text", "uid"]).with_columns({"x": np.arange(12)}),
+        lambda b: b.select(["uid", "text"]).merge(b.select(["length", "response_ids"])).slice(2, 7),
+        lambda b: b.drop(["uid", "length"]).slice(1, 5),
+    ],
+)
+def test_rows_and_columns_are_those_of_a_local_batch(work: Callable[[Batch], Batch]) -> None:
+    store: Store = {}
+    local = batch_of(12)
+    driver = on_driver(local, store, (5, 4, 3))
+    assert not driver.is_local
+    assert same(arrived(work(driver), store), work(local))
+    assert len(work(driver)) == len(work(local))
+
+
+def test_only_the_shards_that_hold_the_rows_travel() -> None:
+    store: Store = {}
+    driver = on_driver(batch_of(12), store, (4, 4, 4))
+    refs = Refs()
+    driver.slice(5, 7)._pack(refs)
+    assert refs.refs == ["object 1"]
+    light_only = Refs()
+    driver.select(["uid", "length"])._pack(light_only)
+    assert light_only.refs == []
+
+
+def test_two_batches_of_one_call_send_a_shared_shard_once() -> None:
+    store: Store = {}
+    driver = on_driver(batch_of(12), store, (6, 6))
+    refs = Refs()
+    driver.slice(0, 3)._pack(refs)
+    driver.slice(2, 9)._pack(refs)
+    assert refs.refs == ["object 0", "object 1"]
+
+
+def test_columns_of_two_calls_lie_in_two_places() -> None:
+    store: Store = {}
+    local = batch_of(12)
+    scores = Batch.from_columns({"logprobs": [np.full(n, 0.5, np.float32) for n in local.numpy("length")]})
+    driver = on_driver(local, store, (12,)).merge(on_driver(scores, store, (5, 7)))
+    moved = Batch.concat([driver.slice(6, 12), driver.slice(0, 6)])
+    order = [*range(6, 12), *range(6)]
+    assert same(arrived(moved, store), local.merge(scores).take(order))
+
+
+def test_a_heavy_column_is_not_read_by_accident() -> None:
+    driver = on_driver(batch_of(3), {}, (3,))
+    for read in (lambda: driver["text"], lambda: driver.lists("response_ids"), lambda: driver.table):
+        with pytest.raises(BatchError, match=r"is in the object store; `await batch.fetch\("):
+            read()
+    with pytest.raises(BatchError, match=r"call share\(\)"):
+        Batch.concat([driver, batch_of(3)])
+    assert driver["uid"].to_pylist() == ["u0", "u1", "u2"]
+    assert "in the object store: response_ids, text" in repr(driver)
+
+
+def test_gathering_one_run_of_one_shard_copies_nothing() -> None:
+    store: Store = {}
+    driver = on_driver(batch_of(12), store, (12,))
+    table = arrived(driver.slice(2, 9), store).table
+    whole = store["object 0"].column("response_ids").chunk(0).values
+    assert table.column("response_ids").chunk(0).values.buffers()[1].address == whole.buffers()[1].address
