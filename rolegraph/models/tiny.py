@@ -70,7 +70,7 @@ def make(
     head_dim: int = 32,
     intermediate_size: int = 384,
     tie_word_embeddings: bool = True,
-    init_std: float = 0.05,
+    init_std: float = 0.08,
     max_position_embeddings: int = 4096,
 ) -> None:
     """Write the model as a Hugging Face folder (fp32); `init_std` is the spread of the first weights."""

@@ -204,7 +204,7 @@ def test_preprocessors(jsonl: Write, tiny_folder: str, tmp_path: Any, monkeypatc
         _load(path, tiny_folder, preprocessors=("my_rows.double",), on_bad_row="fail")
     with pytest.raises(DataError, match="returned no row"):
         _load(path, tiny_folder, preprocessors=("my_rows.wrong",))
-    with pytest.raises(DataError, match="'my_rows.missing' cannot be imported"):
+    with pytest.raises(DataError, match=r"'my_rows.missing' cannot be imported"):
         _load(path, tiny_folder, preprocessors=("my_rows.missing",))
 
 

@@ -126,9 +126,10 @@ def test_whatever_is_repaired_can_be_encoded(value: Any) -> None:
 def test_any_row_is_read_or_refused(row: dict[str, Any]) -> None:
     for shape in (row, {"messages": list(row.values())}, {"prompt": row}):
         try:
-            assert _read(shape).messages
-        except BadRowError as bad:
-            assert bad.reason
+            sample = _read(shape)
+        except BadRowError:
+            continue
+        assert sample.messages
 
 
 def test_the_content_id_depends_on_content_alone() -> None:

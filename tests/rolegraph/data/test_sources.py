@@ -63,7 +63,7 @@ def test_paths_files_folders_patterns_and_gzip(tmp_path: Path) -> None:
     assert prompts(str(tmp_path)) == ["a", "b", "c"]
     assert prompts(f"{tmp_path}/*.jsonl") == ["a", "b"]
     assert prompts((f"{tmp_path}/b.jsonl", f"{tmp_path}/*.jsonl")) == ["b", "a"]
-    with pytest.raises(DataError, match="nothing.jsonl' is not there"):
+    with pytest.raises(DataError, match=r"nothing.jsonl' is not there"):
         prompts(f"{tmp_path}/nothing.jsonl")
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="a folder without"):

@@ -131,7 +131,7 @@ def test_a_maker_that_fails_leaves_nothing(cache: Path, tmp_path: Path, monkeypa
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(OSError, match="disk full"):
         ensure(ModelConfig(maker="my_models.fails"))
-    with pytest.raises(ConfigError, match="wrote no config.json"):
+    with pytest.raises(ConfigError, match=r"wrote no config.json"):
         ensure(ModelConfig(maker="my_models.empty"))
     assert [path for path in cache.iterdir() if path.is_dir()] == []
     first = ensure(ModelConfig(maker="my_models.good"))
@@ -140,7 +140,7 @@ def test_a_maker_that_fails_leaves_nothing(cache: Path, tmp_path: Path, monkeypa
     assert ensure(ModelConfig(maker="my_models.good")) != first
     with pytest.raises(ConfigError, match="is a int, not a function"):
         ensure(ModelConfig(maker="my_models.number"))
-    with pytest.raises(ConfigError, match="'my_models.nothing' cannot be imported"):
+    with pytest.raises(ConfigError, match=r"'my_models.nothing' cannot be imported"):
         ensure(ModelConfig(maker="my_models.nothing"))
     with pytest.raises(ConfigError, match=r"unexpected keyword argument 'sise'; it takes size"):
         ensure(ModelConfig(maker="my_models.good", args={"sise": 2}))
@@ -152,7 +152,7 @@ def test_folders_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(tmp_path)
     assert ensure(ModelConfig(path="model")) == str(tmp_path / "model")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="without config.json"):
+    with pytest.raises(ConfigError, match=r"without config.json"):
         ensure(ModelConfig(path="empty"))
     with pytest.raises(ConfigError, match="is a file"):
         ensure(ModelConfig(path="model/config.json"))
