@@ -122,11 +122,8 @@ class RoleGraph:
     async def _start_role(self, role: str, began: float) -> RoleGroup[Any]:
         slots = self.plan.roles[role]
         for attempt in range(1, PORT_ATTEMPTS + 1):
-            members: list[Member] = (
-                [*self._ray_members(role, slots, attempt)]
-                if self.options.use_ray
-                else [self._local_member(role, slots)]
-            )
+            make = self._ray_members if self.options.use_ray else self._local_members
+            members = make(role, slots, attempt)
             self._launched += members
             group: RoleGroup[Any] = RoleGroup(
                 self.roles[role].role_class,
@@ -201,7 +198,7 @@ class RoleGraph:
             members.append(RayMember(actor, context, log_file))
         return members
 
-    def _local_members(self, role: str, slots: tuple[Slot, ...]) -> list[Member]:
+    def _local_members(self, role: str, slots: tuple[Slot, ...], attempt: int) -> list[Member]:
         if len(slots) > 1:
             raise PlanError(
                 f"use_ray=false runs every role in this process, one rank each, and {role} has {len(slots)}: "
