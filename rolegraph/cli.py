@@ -128,7 +128,8 @@ def _through_hydra(args: Namespace) -> int:
     register_resolvers()
     add_to_path(args.config_dir)
     typed = list(args.overrides)
-    args.overrides = rewrite(typed, args.config_dir)
+    if not args.shell_completion:  # its words are subcommands of Hydra's
+        args.overrides = rewrite(typed, args.config_dir)
     as_typed = dict(zip(args.overrides, typed, strict=True))
     failures: list[RoleGraphError] = []
 

@@ -16,6 +16,7 @@ from typing import Any
 from rolegraph.config.check import Problem
 from rolegraph.config.provenance import join
 from rolegraph.config.schema import RunConfig
+from rolegraph.placement import requests
 
 LATER: dict[tuple[str, ...], str] = {
     ("placement", "device_groups"): "device groups; use placement.colocate_groups",
@@ -146,6 +147,20 @@ def rewards_have_a_role(run: RunConfig) -> Iterator[str]:
             yield f"{role} has no reward functions: choose some with reward=NAME, or set reward.reward_funcs"
 
 
+def every_rank_has_rows(run: RunConfig) -> Iterator[str]:
+    """A step has at least a row for each data-parallel rank."""
+    size = getattr(run.algorithm.config, "global_batch_size", None)
+    if size is None or "train" not in run.roles:
+        return
+    (train,) = requests({"train": run.roles["train"]})
+    ranks = train.actors // train.model_parallel
+    if size < ranks:
+        yield (
+            f"algorithm.global_batch_size={size} leaves some of the {ranks} data-parallel ranks of train without a "
+            f"row: set it to {ranks} or more, or lower {train.key}"
+        )
+
+
 def one_process_suffices(run: RunConfig) -> Iterator[str]:
     """Without Ray there is one rank and one replica."""
     if run.use_ray:
@@ -163,6 +178,7 @@ RULES: list[Callable[[RunConfig], Iterator[str]]] = [
     context_fits,
     context_parallelism_works,
     rewards_have_a_role,
+    every_rank_has_rows,
     one_process_suffices,
 ]
 

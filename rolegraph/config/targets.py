@@ -196,9 +196,8 @@ def _of_callable(target: str, found: Any) -> Signature:
     if not callable(found):
         raise TargetError(f"{target!r} is {type(found).__name__}, not a class or a function")
     try:
-        hints = typing.get_type_hints(
-            getattr(found, "__init__") if isinstance(found, type) else found, include_extras=True
-        )  # noqa: B009
+        function = inspect.getattr_static(found, "__init__") if isinstance(found, type) else found
+        hints = typing.get_type_hints(function, include_extras=True)
     except Exception:  # names that exist for type checkers only
         hints = {}
     parameters: dict[str, Parameter] = {}

@@ -82,6 +82,13 @@ def test_rewards_and_their_role(user: Folder) -> None:
     assert "no role scores responses" in faults(user, "orm=null", "placement=separate")
 
 
+def test_every_data_parallel_rank_has_rows(user: Folder) -> None:
+    batch = ["algorithm.global_batch_size=8", "algorithm.num_generations=8"]
+    message = faults(user, *batch, "train.ranks=18", "train.tensor_model_parallel_size=2")
+    assert "algorithm.global_batch_size=8 leaves some of the 9 data-parallel ranks of train without a row" in message
+    assert load(["algorithm=mine", *batch, "train.ranks=8"], config_dir=str(user)).run.roles["train"].config.ranks == 8
+
+
 def test_without_ray(user: Folder) -> None:
     message = faults(user, "use_ray=false", "train.ranks=2", "rollout.tensor_parallel_size=2")
     assert "train.ranks=2 needs processes of its own" in message

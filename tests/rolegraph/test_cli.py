@@ -1,0 +1,165 @@
+"""The command: exit codes, Hydra's own options, and what it never imports."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+
+from rolegraph import cli
+from rolegraph.config import RunConfig
+from rolegraph.errors import RoleGraphError
+from tests.rolegraph.config.conftest import Folder, user  # noqa: F401 - a fixture
+
+HEAVY = ("torch", "ray", "vllm", "megatron", "transformers", "datasets")
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[RunConfig]:
+    """The configs that reach `rolegraph.run.main`, which starts nothing here."""
+    reached: list[RunConfig] = []
+    module = ModuleType("rolegraph.run")
+    module.main = reached.append  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "rolegraph.run", module)
+    monkeypatch.chdir(tmp_path)
+    return reached
+
+
+@pytest.mark.parametrize(
+    ("argv", "code"),
+    [
+        (["run", "algorithm=grpo", "+algorithm.epsilonn=0.3"], 2),
+        (["plan", "algorithm=grpo", "placement=separate", "train.ranks=2", "rollout.replicas=2"], 0),
+        (["run", "algorithm=grpo", "--cfg", "job"], 0),
+        (["run", "--help"], 0),
+        (["--help"], 0),
+    ],
+)
+def test_nothing_heavy_is_imported(argv: list[str], code: int, tmp_path: Path) -> None:
+    program = (
+        "import json, sys; from rolegraph.cli import main\n"
+        f"try: main({argv!r})\n"
+        f"except SystemExit as e: print('\\n' + json.dumps([e.code or 0, [m for m in {HEAVY!r} if m in sys.modules]]))"
+    )
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == [code, []]
+    assert time.monotonic() - started < 20
+    assert not list(tmp_path.iterdir()), "nothing is written before a run starts"
+
+
+def test_a_fault_is_printed_without_a_traceback(
+    runs: list[RunConfig], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert cli.dispatch(["run", "algorithm=grpo", "++algorithm.epsilonn=0.3", "train.lrr=1"]) == 2
+    error = capsys.readouterr().err
+    assert "algorithm.epsilonn: unknown key; did you mean algorithm.epsilon?" in error
+    assert "from command line: ++algorithm.epsilonn=0.3" in error
+    assert "train.lr?" in error
+    assert "Traceback" not in error
+    assert runs == []
+    assert not (tmp_path / "outputs").exists()
+    cli.dispatch(["run", "algorithm=grpo", "++algorithm.epsilonn=0.3", "--traceback"])
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_run_gets_a_folder(runs: list[RunConfig], tmp_path: Path) -> None:
+    assert cli.dispatch(["run", "algorithm=sft", "ray_exp_name=my run"]) == 0
+    (run,) = runs
+    folder = Path(str(run.output_dir))
+    assert folder.parent == tmp_path / "outputs" / "my-run"
+    assert folder.is_dir()
+    assert run.tree["output_dir"] == run.output_dir
+    assert cli.dispatch(["run", "experiment=quickstart", f"output_dir={tmp_path}/here now"]) == 0
+    assert runs[1].output_dir == f"{tmp_path}/here now"
+    assert cli.dispatch(["run", "algorithm=sft"]) == 0
+    assert Path(str(runs[2].output_dir)).parent.name == "sft"
+
+
+def test_an_error_of_the_run_is_exit_code_1(runs: list[RunConfig], capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(run: RunConfig) -> None:
+        raise RoleGraphError("rank 3 of train died")
+
+    sys.modules["rolegraph.run"].main = fail  # type: ignore[attr-defined]
+    assert cli.dispatch(["run", "algorithm=sft"]) == 1
+    assert capsys.readouterr().err.strip() == "rolegraph: rank 3 of train died"
+
+
+def test_multirun(runs: list[RunConfig], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.dispatch(["run", "--multirun", "algorithm=sft", "train.lr=1e-3,1e-4", "seed=1,2"]) == 0
+    assert [(run.roles["train"].config.lr, run.seed) for run in runs] == [(1e-3, 1), (1e-3, 2), (1e-4, 1), (1e-4, 2)]
+    assert len({run.output_dir for run in runs}) == 4
+    assert cli.dispatch(["run", "-m", "algorithm=sft", "train.dtype=float32,float31"]) == 2
+    assert "train.dtype=float31" in capsys.readouterr().err
+
+
+def test_cfg_job_prints_every_default(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.dispatch(["run", "algorithm=grpo", "train.lr=3e-5", "--cfg", "job"]) == 0
+    tree = yaml.safe_load(capsys.readouterr().out)
+    assert tree["train"]["adam_beta2"] == 0.999
+    assert tree["train"]["lr"] == 3e-5
+    assert tree["algorithm"]["epsilon"] == 0.2
+    assert (
+        cli.dispatch(["run", "algorithm=grpo", "reward=math_format", "--cfg", "job", "--resolve", "-p", "reward"]) == 0
+    )
+    assert yaml.safe_load(capsys.readouterr().out)["reward_funcs"][2]["max_length"] == 256
+
+
+def test_help_names_groups_and_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["run", "--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    assert "algorithm: grpo, pt, sft" in text
+    assert cli.dispatch(["--help"]) == 0
+    assert "rolegraph plan" in capsys.readouterr().out
+    assert cli.dispatch(["rnu"]) == 2
+
+
+def test_plan_shows_ranks_and_batches(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [
+        "plan",
+        "algorithm=grpo",
+        "placement=separate",
+        "train.ranks=3",
+        "rollout.replicas=2",
+        "placement.device=cpu",
+    ]
+    assert cli.dispatch(argv) == 0
+    text = capsys.readouterr().out
+    assert "dp 2/3" in text
+    assert "8 prompts x 8 samples = 64 samples" in text
+    assert "21 or 22 rows (64 does not divide by 3)" in text
+    assert "6 micro-batches a rank of at most 4 rows" in text
+    assert cli.dispatch(["plan", "algorithm=grpo", "train.cpus=9999", "placement.device=cpu"]) == 2
+    assert "9999" in capsys.readouterr().err
+
+
+def test_users_folder(user: Folder, runs: list[RunConfig]) -> None:  # noqa: F811
+    assert cli.dispatch(["run", "--config-dir", str(user), "algorithm=mine", "seed=4"]) == 0
+    assert runs[0].algorithm.target == "rolegraph_user_code.Mine"
+    assert runs[0].python_path == (str(user),)
+    assert cli.dispatch(["run", "--config-dir", f"{user}/nowhere", "algorithm=mine"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("rolegraph ", {"run", "plan"}),
+        ("rolegraph pl", {"plan"}),
+        ("rolegraph run algorithm=", {"algorithm=grpo", "algorithm=sft", "algorithm=pt"}),
+        ("rolegraph plan algorithm=grpo mode", {"model="}),
+    ],
+)
+def test_tab_completion(line: str, expected: set[str]) -> None:
+    environment = {**os.environ, "COMP_LINE": line, "COMP_POINT": str(len(line))}
+    command = [sys.executable, "-m", "rolegraph.cli", "-sc", "query=bash"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert expected <= set(done.stdout.split())

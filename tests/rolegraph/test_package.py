@@ -1,0 +1,112 @@
+"""The package as it is shipped: its layout, its imports, and a wheel in an empty folder."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def python_files(*folders: str) -> list[Path]:
+    """Source files below some folders of the repository."""
+    return sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py"))
+
+
+def imported(file: Path) -> set[str]:
+    """Modules that a file imports anywhere, TYPE_CHECKING blocks too."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
+
+
+def test_setup_lists_every_package() -> None:
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    listed = config["options"]["packages"].split()
+    found = {".".join(file.parent.relative_to(ROOT).parts) for file in python_files("rolegraph", "roles")}
+    assert sorted(listed) == sorted({*found, "rolegraph.conf"})
+
+
+def test_every_package_has_an_init() -> None:
+    for file in python_files("rolegraph", "roles"):
+        assert (file.parent / "__init__.py").exists(), f"{file.parent} has no __init__.py"
+
+
+@pytest.mark.parametrize("file", python_files("rolegraph"), ids=lambda file: str(file.relative_to(ROOT)))
+def test_the_framework_imports_neither_roles_nor_engines(file: Path) -> None:
+    forbidden = {"roles", "vllm", "megatron", "mbridge"}
+    if "algorithms" in file.parts or "losses" in file.parts:
+        forbidden |= {"ray"}
+    assert not {name.split(".")[0] for name in imported(file)} & forbidden
+
+
+def test_config_files_name_things_that_exist() -> None:
+    import yaml
+
+    from rolegraph.config.targets import signature_of
+
+    for file in (ROOT / "conf").rglob("*.yaml"):
+        tree = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+        for node in (tree, tree.get("algorithm") or {}):
+            if isinstance(node, dict) and "_target_" in node:
+                assert signature_of(node["_target_"]).config is not None, file
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_wheel_in_an_empty_folder(tmp_path: Path) -> None:
+    """Build, install beside the packages of this environment, and plan from a folder with nothing in it."""
+    source = tmp_path / "source"  # a copy, so that nothing is left in the repository or taken from an earlier build
+    source.mkdir()
+    for name in ("rolegraph", "roles", "conf"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.cfg", "LICENSE", "README.md"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, source / name)
+    build = ["pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(source)]
+    subprocess.run([sys.executable, "-m", *build], check=True, cwd=tmp_path)
+    (wheel,) = tmp_path.glob("rolegraph-*.whl")
+    home = tmp_path / "venv"
+    venv.create(home, with_pip=False)
+    site = next(home.glob("lib/python*/site-packages"))
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site), str(wheel)], check=True
+    )
+    # After its own site-packages, so that the wheel is found before this environment's editable install.
+    (site / "zz_environment.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+
+    def rolegraph(*words: str) -> subprocess.CompletedProcess[str]:
+        program = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if '__editable__' not in str(f)]; "
+        program += "from rolegraph.cli import main; main()"
+        command = [str(home / "bin" / "python"), "-c", program, *words]
+        return subprocess.run(command, capture_output=True, text=True, cwd=empty, check=False)
+
+    where = subprocess.run(
+        [str(home / "bin" / "python"), "-c", "import rolegraph.conf; print(rolegraph.conf.__file__)"],
+        capture_output=True, text=True, cwd=empty, check=True,
+    )  # fmt: skip
+    assert str(site) in where.stdout
+    assert "rolegraph run" in rolegraph("--help").stdout
+    planned = rolegraph("plan", "experiment=quickstart", "placement.device=cpu")
+    assert planned.returncode == 0, planned.stderr
+    assert "rollout" in planned.stdout
+    refused = rolegraph("run", "algorithm=grpo", "+algorithm.epsilonn=1")
+    assert refused.returncode == 2
+    assert "algorithm.epsilon?" in refused.stderr
+    assert not list(empty.iterdir())
