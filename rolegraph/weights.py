@@ -68,8 +68,11 @@ class WeightSync:
             for name, receiver in self._named():
                 calls[name] = receiver.receive_weights(manifest, self._bucket_bytes, version)
             await _together(f"weight sync {version}", calls, self._timeout_s)
-        except BaseException:
+        except Exception:
             await self.close()
+            raise
+        except BaseException:  # cancelled: the run is ending, and the roles may be busy for as long as their time-out
+            self._connected = False
             raise
         self.version = version
         return time.monotonic() - started
@@ -137,6 +140,6 @@ async def _together(what: str, calls: dict[str, Awaitable[object]], timeout_s: f
         await asyncio.gather(*tasks.values(), return_exceptions=True)
     if not faults and not silent:
         return
-    lines = [f"{name}: {error}" for name, error in faults.items() if not isinstance(error, asyncio.CancelledError)]
-    lines += [f"{name}: no answer after {timeout_s:g} s" for name in silent]
+    lines = [f"{name}: {error}" for name, error in faults.items()]
+    lines += [f"{name}: " + ("still busy" if faults else f"no answer after {timeout_s:g} s") for name in silent]
     raise WeightSyncError(f"{what} failed\n  " + "\n  ".join(lines)) from next(iter(faults.values()), None)

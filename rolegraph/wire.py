@@ -94,8 +94,11 @@ class Link:
         """Where buckets must be."""
         self._timeout = timedelta(seconds=group.timeout_s)
         self._pg: Any = None
+        self._store: Any = None
         try:
             self._pg = self._join()
+            if group.backend != "nccl":  # which connects at its first collective
+                self._finish(self._pg.barrier())  # gloo's first rank may be ready before the others are
         except Exception as error:
             self.close()
             raise WeightSyncError(
@@ -144,23 +147,26 @@ class Link:
         del group
 
     def _join(self) -> Any:
-        from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+        from torch import distributed
+
+        dist: Any = distributed  # the stubs lack half of what is used here
 
         group = self.group
-        self._store: Any = TCPStore(
+        self._store = dist.TCPStore(
             group.host, group.port, group.world_size, self.rank == 0, self._timeout, wait_for_workers=False
         )
-        store = PrefixStore("weights", self._store)
+        store = dist.PrefixStore("weights", self._store)
         if group.backend == "nccl":
             from torch.distributed import ProcessGroupNCCL
 
             nccl = ProcessGroupNCCL.Options()
             nccl._timeout = self._timeout
             return ProcessGroupNCCL(store, self.rank, group.world_size, nccl)
-        options = ProcessGroupGloo._Options()
+        gloo = dist.ProcessGroupGloo
+        options = gloo._Options()
         options._timeout = self._timeout
-        options._devices = [ProcessGroupGloo.create_device(hostname=_address_towards(group.host, group.port))]
-        return ProcessGroupGloo(store, self.rank, group.world_size, options)
+        options._devices = [gloo.create_device(hostname=_address_towards(group.host, group.port))]
+        return gloo(store, self.rank, group.world_size, options)
 
     def _finish(self, work: Any) -> None:
         if self.group.backend == "nccl":

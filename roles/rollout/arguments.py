@@ -175,7 +175,7 @@ def tokenizer_size(model: str) -> int | None:
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         log.warning("%s has no tokenizer: the engine may sample every id of the model's vocabulary", model)
         return None
-    return max(AutoTokenizer.from_pretrained(folder).get_vocab().values()) + 1
+    return 1 + int(max(AutoTokenizer.from_pretrained(folder).get_vocab().values()))
 
 
 def eos_token_ids(model: str) -> list[int]:

@@ -33,7 +33,7 @@ class VLLMRolloutConfig:
     max_num_seqs: int = 256
     """Samples an engine advances at once; more wait inside it."""
     gpu_memory_utilization: float | None = None
-    """Share of a GPU the engine may take. Null: derived from the plan (0.9 alone, less where roles share the device)."""
+    """Share of a GPU the engine may take. Null: by the plan (0.9 alone, less where roles share it)."""
     kv_cache_bytes: int | None = None
     """Size of the KV cache. Null: by `gpu_memory_utilization` on a GPU, room for all running samples on a CPU."""
     enforce_eager: bool | None = None

@@ -38,7 +38,7 @@ class Sample:
     version_last: int
 
 
-class EngineStopped(RuntimeError):
+class EngineStoppedError(RuntimeError):
     """The engine's thread is no longer there to answer."""
 
 
@@ -131,7 +131,7 @@ class EngineThread:
         self.version = version
 
     def close(self) -> None:
-        """Stop the engine; waiting callers get EngineStopped."""
+        """Stop the engine; waiting callers get EngineStoppedError."""
         self._commands.put(None)
         self._thread.join(timeout=60)
 
@@ -142,8 +142,8 @@ class EngineThread:
                 return
         future.set_exception(self._stopped())
 
-    def _stopped(self) -> EngineStopped:
-        error = EngineStopped(f"the rollout engine has stopped: {type(self._fault).__name__}: {self._fault}")
+    def _stopped(self) -> EngineStoppedError:
+        error = EngineStoppedError(f"the rollout engine has stopped: {type(self._fault).__name__}: {self._fault}")
         error.__cause__ = self._fault
         return error
 
@@ -157,7 +157,7 @@ class EngineThread:
             ready.set_exception(error)
             return
         ready.set_result(None)
-        fault: BaseException = EngineStopped("it was closed")
+        fault: BaseException = EngineStoppedError("it was closed")
         try:
             while self._take_commands(engine):
                 if self._running:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 SIZE_KEY = "rolegraph_tokenizer_size"
 
 
-class TokenizerLimit(LogitsProcessor):
+class TokenizerLimit(LogitsProcessor):  # type: ignore[misc]
     """Never sample ids from the tokenizer's size on: a model's vocabulary is often padded past it.
 
     One slice assignment a step for the whole batch, where `allowed_token_ids` builds a mask a request.

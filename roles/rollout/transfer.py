@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
@@ -22,18 +22,11 @@ from rolegraph.errors import WeightSyncError
 from rolegraph.interfaces import TensorInfo, TransferGroup
 from rolegraph.weights import WeightReceiver
 
-if TYPE_CHECKING:
-    from vllm.v1.worker.gpu_worker import Worker
-
-    Base = Worker
-else:
-    Base = object
-
 BACKEND = "rolegraph"
 
 
 @dataclass
-class StreamInit(WeightTransferInitInfo):
+class StreamInit(WeightTransferInitInfo):  # type: ignore[misc]
     """The group to join, and the rank of this replica's first worker in it."""
 
     group: TransferGroup
@@ -41,13 +34,13 @@ class StreamInit(WeightTransferInitInfo):
 
 
 @dataclass
-class StreamUpdate(WeightTransferUpdateInfo):
+class StreamUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
     """Everything the trainer announced."""
 
     manifest: list[TensorInfo]
 
 
-class StreamEngine(WeightTransferEngine[StreamInit, StreamUpdate]):
+class StreamEngine(WeightTransferEngine[StreamInit, StreamUpdate]):  # type: ignore[misc]
     """Receives the frames of `rolegraph.wire` over gloo, NCCL or CUDA IPC and loads them layer by layer."""
 
     init_info_cls = StreamInit
@@ -122,8 +115,15 @@ if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, StreamEngine)
 
 
-class WorkerExtension(Base):
+class WorkerExtension:
     """Mixed into vLLM's worker; each method answers None, or the fault as text."""
+
+    weight_transfer_engine: WeightTransferEngine
+    init_weight_transfer_engine: Callable[[dict[str, Any]], None]
+    shutdown_weight_transfer_engine: Callable[[], None]
+    start_weight_update: Callable[[], None]
+    update_weights: Callable[[dict[str, Any]], None]
+    finish_weight_update: Callable[[], None]
 
     def stream_connect(self, group: TransferGroup, first_rank: int) -> str | None:
         """Join `group`."""

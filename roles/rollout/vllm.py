@@ -16,7 +16,7 @@ import pyarrow as pa
 from rolegraph.batch import Batch
 from rolegraph.errors import BatchError, WeightSyncError
 from rolegraph.interfaces import RolloutRole, SamplingParams, TensorInfo, TransferGroup
-from rolegraph.role import RoleContext
+from rolegraph.role import RoleContext, endpoint
 from roles.rollout import arguments
 from roles.rollout.config import VLLMRolloutConfig
 from roles.rollout.engine import EngineThread, Request, Sample
@@ -83,6 +83,7 @@ class VLLMRollout(RolloutRole):
         if hasattr(self, "_engine"):
             self._engine.close()
 
+    @endpoint(dispatch="queue")
     def generate(self, prompts: Batch, sampling: SamplingParams) -> Batch:
         """See `RolloutRole.generate`; safe to call from many threads at once.
 
@@ -111,19 +112,23 @@ class VLLMRollout(RolloutRole):
         samples = self._engine.submit(requests).result()
         return _with_samples(prompts, samples, sampling)
 
+    @endpoint(lane="control")
     def abort(self) -> int:
-        """See `RolloutRole.abort`."""
+        """See `RolloutRole.abort`; waits for the engine step in progress."""
         return self._engine.abort()
 
+    @endpoint()
     def transfer_workers(self) -> int:
         """See `RolloutRole.transfer_workers`."""
         return self.config.tensor_parallel_size
 
+    @endpoint()
     def connect_weights(self, group: TransferGroup) -> None:
         """See `RolloutRole.connect_weights`; raises WeightSyncError when a worker cannot join."""
         first = group.offsets[self.context.rank]
         self._raise(self._engine.call(lambda engine: engine.collective_rpc("stream_connect", args=(group, first))))
 
+    @endpoint()
     def receive_weights(self, manifest: list[TensorInfo], bucket_bytes: int, version: int) -> float:
         """See `RolloutRole.receive_weights`.
 
@@ -134,7 +139,7 @@ class VLLMRollout(RolloutRole):
         try:
             self._check_manifest(manifest)
         except WeightSyncError:
-            self.disconnect_weights()  # the trainer is already sending
+            VLLMRollout.disconnect_weights(self)  # the trainer is already sending
             raise
 
         def receive(engine: LLMEngine) -> None:
@@ -154,6 +159,7 @@ class VLLMRollout(RolloutRole):
         self._engine.call(receive)
         return time.monotonic() - started
 
+    @endpoint()
     def disconnect_weights(self) -> None:
         """See `RolloutRole.disconnect_weights`."""
         self._engine.call(lambda engine: engine.collective_rpc("stream_disconnect"))

@@ -1,0 +1,293 @@
+"""The wire between trainer and engines, and the driver's side of a sync; no engine."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from rolegraph.errors import WeightSyncError
+from rolegraph.interfaces import TensorInfo, TransferGroup
+from rolegraph.weights import WeightReceiver, WeightSender, WeightSync, free_port
+from rolegraph.wire import pack, unpack
+
+
+def group_of(ranks: int, timeout_s: float = 20.0) -> TransferGroup:
+    return TransferGroup("gloo", "127.0.0.1", free_port(), ranks, (1,), timeout_s)
+
+
+def weights(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Every kind of tensor the wire has to carry."""
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        "embed": torch.randn(50, 8, generator=draw),
+        "half": torch.randn(7, 3, generator=draw).bfloat16(),
+        "scalar": torch.randn((), generator=draw),
+        "odd": torch.arange(5, dtype=torch.uint8),
+        "empty": torch.zeros(0, 4),
+        "view": torch.randn(6, 10, generator=draw).t()[2:7],
+        "last": torch.randn(33, generator=draw),
+    }
+
+
+def manifest_of(tensors: dict[str, torch.Tensor]) -> list[TensorInfo]:
+    return [TensorInfo(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors.items()]
+
+
+def in_threads(*actions: Callable[[], Any]) -> list[Future[Any]]:
+    with ThreadPoolExecutor(len(actions)) as pool:
+        return [pool.submit(action) for action in actions]
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 100, 1000, 10**6])
+def test_packing_returns_the_same_tensors_whatever_the_bucket(bucket_bytes: int) -> None:
+    sent = weights()
+    got: dict[str, torch.Tensor] = {}
+    for specs, flat in pack(sent.items(), bucket_bytes):
+        if len(specs) > 1:
+            assert flat.numel() <= max(bucket_bytes, 64) + 64
+        got |= {name: tensor.clone() for name, tensor in unpack(specs, flat)}
+    assert list(got) == list(sent)
+    for name, tensor in sent.items():
+        assert got[name].dtype == tensor.dtype
+        assert torch.equal(got[name], tensor), name
+
+
+def test_a_tensor_larger_than_a_bucket_is_not_copied() -> None:
+    big = torch.randn(1000)
+    [(specs, flat)] = list(pack([("big", big)], bucket_bytes=64))
+    assert flat.data_ptr() == big.data_ptr()
+    assert specs == [("big", "float32", (1000,), 0)]
+
+
+def test_two_receivers_get_every_weight_and_may_keep_it() -> None:
+    sent = [weights(0), weights(1)]
+    group = group_of(3)
+
+    def send() -> None:
+        sender = WeightSender(group)
+        for version in sent:
+            sender.send(version.items(), 256)
+        sender.close()
+
+    def receive(rank: int) -> list[dict[str, torch.Tensor]]:
+        receiver = WeightReceiver(group, rank)
+        return [dict(receiver.receive(manifest_of(version))) for version in sent]
+
+    _, *received = in_threads(send, lambda: receive(1), lambda: receive(2))
+    for future in received:
+        for got, want in zip(future.result(), sent, strict=True):
+            assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda infos: [replace(infos[0], shape=(50, 9)), *infos[1:]], r"sent embed as float32 \[50, 8\].*\[50, 9\]"),
+        (lambda infos: [replace(infos[0], dtype="bfloat16"), *infos[1:]], r"sent embed as float32.*bfloat16"),
+        (lambda infos: infos[1:], "the weight embed, which it had not announced"),
+        (lambda infos: [*infos, TensorInfo("extra", (1,), "float32")], "did not send 1 of 8 weights: extra"),
+    ],
+)
+def test_what_was_not_announced_is_named_and_the_sender_does_not_hang(change: Any, message: str) -> None:
+    sent, group = weights(), group_of(2)
+
+    def receive() -> None:
+        receiver = WeightReceiver(group, 1)
+        try:
+            for _ in receiver.receive(change(manifest_of(sent))):
+                pass
+        finally:
+            receiver.close()
+
+    def send() -> None:
+        sender = WeightSender(group)
+        for _ in range(3):  # after a whole set, the next one meets a closed receiver
+            sender.send(sent.items(), 128)
+
+    started = time.monotonic()
+    sending, receiving = in_threads(send, receive)
+    with pytest.raises(WeightSyncError, match=message):
+        receiving.result()
+    with pytest.raises(WeightSyncError, match="an engine left"):
+        sending.result()
+    assert time.monotonic() - started < 10
+
+
+def test_a_fault_of_the_gather_reaches_the_receiver() -> None:
+    group = group_of(2)
+
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "embed", torch.zeros(4)
+        raise MemoryError("no room for layer 7")
+
+    sending, receiving = in_threads(
+        lambda: WeightSender(group).send(broken(), 8),
+        lambda: list(WeightReceiver(group, 1).receive([TensorInfo("embed", (4,), "float32")])),
+    )
+    with pytest.raises(MemoryError):
+        sending.result()
+    with pytest.raises(WeightSyncError, match="no room for layer 7"):
+        receiving.result()
+
+
+def test_a_silent_sender_is_given_up_after_the_timeout() -> None:
+    group = group_of(2, timeout_s=1.5)
+    done = threading.Event()
+
+    def silent() -> None:
+        sender = WeightSender(group)
+        done.wait(20)
+        sender.close()
+
+    def receive() -> float:
+        receiver = WeightReceiver(group, 1)
+        started = time.monotonic()
+        try:
+            with pytest.raises(WeightSyncError, match=r"the trainer left the weight transfer, or was silent for 1.5 s"):
+                list(receiver.receive([]))
+        finally:
+            done.set()
+        return time.monotonic() - started
+
+    _, receiving = in_threads(silent, receive)
+    assert receiving.result() < 10
+
+
+def test_a_peer_that_never_joins_is_given_up_after_the_timeout() -> None:
+    with pytest.raises(WeightSyncError, match=r"rank 0 of 2 could not join the transfer group .* within 1 s"):
+        WeightSender(group_of(2, timeout_s=1.0))
+
+
+def test_a_sender_whose_process_dies_is_noticed_at_once() -> None:
+    group = group_of(2, timeout_s=60)
+    code = (
+        "import os, sys, torch\n"
+        "from rolegraph.weights import WeightSender\nfrom rolegraph.interfaces import TransferGroup\n"
+        f"sender = WeightSender({group!r})\n"
+        "def tensors():\n"
+        "    yield 'a', torch.zeros(4)\n"
+        "    sys.stdin.read()\n"
+        "    os._exit(3)\n"
+        "sender.send(tensors(), 1)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+    try:
+        receiver = WeightReceiver(group, 1)
+        stream = receiver.receive([TensorInfo("a", (4,), "float32"), TensorInfo("b", (4,), "float32")])
+        assert next(stream)[0] == "a"
+        assert process.stdin is not None
+        process.stdin.close()
+        started = time.monotonic()
+        with pytest.raises(WeightSyncError, match="the trainer left"):
+            next(stream)
+        assert time.monotonic() - started < 20
+        assert process.wait(timeout=20) == 3
+    finally:
+        process.kill()
+        process.wait()
+
+
+class FakeTrain:
+    """A trainer whose endpoints run in threads, as a handle's would in actors."""
+
+    def __init__(self) -> None:
+        self.tensors = weights()
+        self.sender: WeightSender | None = None
+        self.fault: Exception | None = None
+
+    async def weight_manifest(self) -> list[TensorInfo]:
+        return manifest_of(self.tensors)
+
+    async def rendezvous(self) -> tuple[str, int]:
+        return "127.0.0.1", free_port()
+
+    async def connect_weights(self, group: TransferGroup) -> None:
+        self.sender = await asyncio.to_thread(WeightSender, group)
+
+    async def send_weights(self, bucket_bytes: int) -> float:
+        assert self.sender is not None
+        if self.fault is not None:
+            raise self.fault
+        await asyncio.to_thread(self.sender.send, self.tensors.items(), bucket_bytes)
+        return 0.0
+
+    async def disconnect_weights(self) -> None:
+        if self.sender is not None:
+            self.sender.close()
+
+
+class FakeRollout:
+    """A group of replicas, each with `workers` engine processes."""
+
+    def __init__(self, replicas: int, workers: int) -> None:
+        self.sizes = [workers] * replicas
+        self.receivers: list[WeightReceiver] = []
+        self.got: list[dict[str, torch.Tensor]] = []
+        self.version = 0
+        self.fault: Exception | None = None
+
+    async def transfer_workers(self) -> list[int]:
+        return self.sizes
+
+    async def connect_weights(self, group: TransferGroup) -> None:
+        ranks = [first + i for first, size in zip(group.offsets, self.sizes, strict=True) for i in range(size)]
+        self.receivers = await asyncio.gather(*(asyncio.to_thread(WeightReceiver, group, rank) for rank in ranks))
+
+    async def receive_weights(self, manifest: list[TensorInfo], bucket_bytes: int, version: int) -> list[float]:
+        if self.fault is not None:
+            await self.disconnect_weights()
+            raise self.fault
+        parts = (asyncio.to_thread(lambda r=r: dict(r.receive(manifest))) for r in self.receivers)
+        self.got = await asyncio.gather(*parts)
+        self.version = version
+        return [0.0]
+
+    async def disconnect_weights(self) -> None:
+        for receiver in self.receivers:
+            receiver.close()
+
+
+async def test_a_sync_reaches_every_worker_of_every_group_and_counts_versions() -> None:
+    train, rollout, teacher = FakeTrain(), FakeRollout(2, 1), FakeRollout(1, 2)
+    sync = WeightSync(train, [rollout, teacher], bucket_bytes=300, timeout_s=20)  # type: ignore[arg-type, list-item]
+    assert await sync.sync() > 0
+    train.tensors = weights(seed=5)
+    await sync.sync()
+    assert sync.version == rollout.version == teacher.version == 2
+    assert len(rollout.got) == len(teacher.got) == 2
+    for got in [*rollout.got, *teacher.got]:
+        assert all(torch.equal(got[name], tensor) for name, tensor in train.tensors.items())
+    await sync.close()
+
+
+@pytest.mark.parametrize("guilty", ["train", "rollout"])
+async def test_a_failed_sync_names_the_role_and_the_next_one_recovers(guilty: str) -> None:
+    train, rollout = FakeTrain(), FakeRollout(2, 1)
+    sync = WeightSync(train, [rollout], timeout_s=15)  # type: ignore[arg-type, list-item]
+    await sync.sync()
+    role = train if guilty == "train" else rollout
+    role.fault = RuntimeError("disk on fire")
+    with pytest.raises(WeightSyncError, match=rf"weight sync 2 failed\n  {guilty}: disk on fire"):
+        await sync.sync()
+    assert sync.version == 1
+    role.fault = None
+    train.tensors = weights(seed=3)
+    await sync.sync()
+    assert sync.version == rollout.version == 2
+    assert torch.equal(rollout.got[1]["embed"], train.tensors["embed"])
+    await sync.close()
+
+
+def test_importing_the_drivers_side_is_light() -> None:
+    code = "import sys, rolegraph.weights; print(sorted({'torch', 'ray', 'vllm', 'megatron'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -1,0 +1,97 @@
+"""A rollout role in a process of its own, as its actor would be, and a trainer's end in plain torch."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from multiprocessing.managers import BaseManager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rolegraph.interfaces import TensorInfo, TransferGroup
+from rolegraph.role import RoleContext
+from rolegraph.weights import WeightSender, free_port
+from roles.rollout.config import VLLMRolloutConfig
+
+
+class _Process(BaseManager):
+    pass
+
+
+def _role(config: VLLMRolloutConfig, context: RoleContext) -> Any:
+    from roles.rollout.vllm import VLLMRollout
+
+    return VLLMRollout(config, context)
+
+
+_Process.register("role", _role)
+
+
+@contextmanager
+def replica(context: RoleContext | None = None, **settings: Any) -> Iterator[Any]:
+    """A running VLLMRollout; its endpoints may be called from many threads."""
+    settings = {"max_model_len": 256, "max_num_seqs": 32, "kv_cache_bytes": 64 * 2**20} | settings
+    process = _Process(ctx=multiprocessing.get_context("spawn"))
+    process.start()
+    try:
+        role: Any = process.role(VLLMRolloutConfig(**settings), context or RoleContext(threads=2))
+        role.setup()
+        yield role
+        role.teardown()
+    finally:
+        process.shutdown()
+
+
+def checkpoint_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(Path(folder) / "model.safetensors")
+
+
+def manifest_of(tensors: dict[str, torch.Tensor]) -> list[TensorInfo]:
+    return [TensorInfo(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors.items()]
+
+
+def push(
+    role: Any,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    manifest: list[TensorInfo],
+    version: int,
+    *,
+    bucket_bytes: int = 20_000,
+    timeout_s: float = 30.0,
+) -> None:
+    """One whole sync: connect, send, receive, disconnect. Raises the receiver's fault before the sender's."""
+    group = TransferGroup("gloo", "127.0.0.1", free_port(), 1 + role.transfer_workers(), (1,), timeout_s)
+    with ThreadPoolExecutor(2) as pool:
+        joined = pool.submit(role.connect_weights, group)
+        sender = WeightSender(group)
+        joined.result()
+        received = pool.submit(role.receive_weights, manifest, bucket_bytes, version)
+        sent = pool.submit(sender.send, tensors, bucket_bytes)
+        try:
+            received.result()
+            sent.result()
+        finally:
+            sender.close()
+            role.disconnect_weights()
+
+
+def logprob_error(folder: str | Path, batch: Any, *, temperature: float, ids: int | None = None) -> float:
+    """Largest difference between the batch's logprobs and those of transformers over the first `ids` ids."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    worst = 0.0
+    columns = (batch.lists("prompt_ids"), batch.lists("response_ids"), batch.lists("rollout_logprobs"))
+    for prompt, response, logprobs in zip(*columns, strict=True):
+        tokens = torch.tensor([[*prompt.tolist(), *response.tolist()]])
+        with torch.no_grad():
+            logits = model(tokens).logits[0, len(prompt) - 1 : -1, :ids].float() / temperature
+        wanted = torch.log_softmax(logits, -1).gather(1, tokens[0, len(prompt) :, None])[:, 0]
+        worst = max(worst, float((wanted - torch.from_numpy(logprobs.copy())).abs().max()))
+    return worst

@@ -1,0 +1,180 @@
+"""The engine's thread, with a stand-in for the engine."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from roles.rollout.engine import EngineStoppedError, EngineThread, Request
+
+
+class FakeEngine:
+    """Finishes every request after `steps` steps; one token a step."""
+
+    def __init__(self, steps: int = 3) -> None:
+        self.steps = steps
+        self.running: dict[str, list[int]] = {}
+        self.batches: list[int] = []
+        self.fault: Exception | None = None
+        self.one_step_a_gate = False
+        self.gate = threading.Event()
+        self.gate.set()
+        self.engine_core = SimpleNamespace(shutdown=lambda: None)
+
+    def add_request(self, key: str, prompt: dict[str, Any], params: Any) -> str:
+        if params == "bad":
+            raise ValueError("a bad request")
+        self.running[key] = []
+        return f"internal-{key}"
+
+    def step(self) -> list[Any]:
+        self.gate.wait(10)
+        if self.one_step_a_gate:
+            self.gate.clear()
+        if self.fault is not None:
+            raise self.fault
+        self.batches.append(len(self.running))
+        for tokens in self.running.values():
+            tokens.append(7)
+        done = [key for key, tokens in self.running.items() if len(tokens) == self.steps]
+        return [self._output(key, self.running.pop(key)) for key in done]
+
+    def _output(self, key: str, tokens: list[int]) -> Any:
+        logprobs = SimpleNamespace(logprobs=[-0.5] * len(tokens))
+        return SimpleNamespace(
+            request_id=key,
+            outputs=[SimpleNamespace(token_ids=tokens, logprobs=logprobs, finish_reason="length")],
+        )
+
+    @property
+    def output_processor(self) -> Any:
+        def state(tokens: list[int]) -> Any:
+            detokenizer = SimpleNamespace(output_token_ids=tokens, num_output_tokens=lambda: len(tokens))
+            values = SimpleNamespace(logprobs=SimpleNamespace(logprobs=[-0.5] * len(tokens)))
+            return SimpleNamespace(detokenizer=detokenizer, logprobs_processor=values)
+
+        return SimpleNamespace(request_states={f"internal-{k}": state(t) for k, t in self.running.items()})
+
+    def abort_request(self, keys: list[str], internal: bool) -> None:
+        for key in keys:
+            self.running.pop(key.removeprefix("internal-"), None)
+
+
+def requests(n: int, params: Any = None) -> list[Request]:
+    return [Request([1, 2], params) for _ in range(n)]
+
+
+@pytest.fixture
+def fake() -> FakeEngine:
+    return FakeEngine()
+
+
+def start(fake: FakeEngine) -> EngineThread:
+    return EngineThread(lambda: fake)  # type: ignore[arg-type, return-value]
+
+
+def test_a_call_is_wholly_in_the_engine_before_its_first_step(fake: FakeEngine) -> None:
+    engine = start(fake)
+    samples = engine.submit(requests(5)).result(10)
+    assert [sample.finish_reason for sample in samples] == ["length"] * 5
+    assert fake.batches == [5, 5, 5]
+    assert engine.submit([]).result(1) == []
+    engine.close()
+
+
+def test_a_failing_step_fails_everybody_who_waits_and_whoever_comes_later(fake: FakeEngine) -> None:
+    engine = start(fake)
+    fake.gate.clear()
+    waiting = [engine.submit(requests(2)), engine.submit(requests(1))]
+    fake.fault = ValueError("out of blocks")
+    fake.gate.set()
+    for future in [*waiting, engine.submit(requests(1))]:
+        with pytest.raises(EngineStoppedError, match="ValueError: out of blocks") as caught:
+            future.result(10)
+        assert caught.value.__cause__ is fake.fault
+    with pytest.raises(EngineStoppedError, match="out of blocks"):
+        engine.call(lambda _: None)
+
+
+def test_a_failing_start_raises_its_cause() -> None:
+    def build() -> Any:
+        raise MemoryError("no room for the KV cache")
+
+    with pytest.raises(MemoryError, match="no room"):
+        EngineThread(build)
+
+
+def test_a_refused_request_fails_its_own_call_alone(fake: FakeEngine) -> None:
+    engine = start(fake)
+    fake.gate.clear()
+    good = engine.submit(requests(2))
+    bad = engine.submit([*requests(2), *requests(1, "bad")])
+    fake.gate.set()
+    with pytest.raises(ValueError, match="a bad request"):
+        bad.result(10)
+    assert len(good.result(10)) == 2
+    assert max(fake.batches) == 2
+    engine.close()
+
+
+def test_a_failing_command_fails_its_caller_alone(fake: FakeEngine) -> None:
+    engine = start(fake)
+
+    def command(_: Any) -> None:
+        raise KeyError("unknown command")
+
+    with pytest.raises(KeyError):
+        engine.call(command)
+    assert len(engine.submit(requests(1)).result(10)) == 1
+    engine.close()
+
+
+def test_abort_ends_what_runs_with_what_it_has(fake: FakeEngine) -> None:
+    fake.steps = 10**9
+    engine = start(fake)
+    future = engine.submit(requests(3))
+    while not fake.batches:
+        pass
+    assert engine.abort() == 3
+    for sample in future.result(10):
+        assert sample.finish_reason == "abort"
+        assert len(sample.token_ids) == len(sample.logprobs) >= 1
+    assert engine.abort() == 0
+    engine.close()
+
+
+def test_closing_tells_those_who_wait(fake: FakeEngine) -> None:
+    fake.steps = 10**9
+    engine = start(fake)
+    future = engine.submit(requests(1))
+    engine.close()
+    with pytest.raises(EngineStoppedError, match="it was closed"):
+        future.result(1)
+
+
+def test_versions_of_a_sample_are_those_of_its_first_and_last_token(fake: FakeEngine) -> None:
+    engine = start(fake)
+
+    def update(real: Any) -> None:
+        engine.take_version(4)
+        engine.date_unstarted(real)
+
+    fake.gate.clear()
+    fake.one_step_a_gate = True
+    started = engine.submit(requests(1))
+    fake.gate.set()
+    while not fake.batches:
+        pass
+    fake.one_step_a_gate = False
+    update_done = threading.Thread(target=engine.call, args=(update,))
+    update_done.start()
+    fresh = engine.submit(requests(1))
+    fake.gate.set()
+    update_done.join(10)
+    [old], [new] = started.result(10), fresh.result(10)
+    assert (old.version_last, new.version_first, new.version_last) == (4, 4, 4)
+    assert old.version_first == 0
+    engine.close()
