@@ -258,7 +258,7 @@ class Batch:
         """A local batch with all columns, or with these."""
         wanted = self if columns is None else self.select(columns)
         refs = Refs()
-        parcel = wanted._pack(refs)
+        parcel = wanted.pack_into(refs)
         return Batch(parcel.unpack(_count(await asyncio.gather(*refs.refs))))
 
     def fetch_sync(self, columns: Iterable[str] | None = None) -> Batch:
@@ -269,7 +269,7 @@ class Batch:
         import ray
 
         refs = Refs()
-        parcel = wanted._pack(refs)
+        parcel = wanted.pack_into(refs)
         return Batch(parcel.unpack(_count(ray.get(refs.refs))))
 
     def check_alignment(self) -> None:
@@ -297,7 +297,7 @@ class Batch:
         # Arrow pickles the whole buffer behind a slice.
         return (Batch, (compact_table(self._here), self._away))
 
-    def _pack(self, refs: Refs) -> Parcel:
+    def pack_into(self, refs: Refs) -> Parcel:
         """This batch as it is sent; the objects it needs are added to `refs`."""
         return pack(compact_table(self._here), self._away, refs)
 

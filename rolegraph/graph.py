@@ -149,7 +149,7 @@ class RoleGraph:
     async def _meet(self, group: RoleGroup[Any]) -> None:
         """Tell every rank the address and a free port of rank 0's node."""
         members = [member for member in group.members if isinstance(member, RayMember)]
-        places = await group._all([member.locate() for member in members], "setup")
+        places = await group.together([member.locate() for member in members], "setup")
         for member, (node, _) in zip(members, places, strict=True):
             member.settle(node=node, master_addr=places[0][0], master_port=places[0][1])
 

@@ -117,7 +117,7 @@ class RoleGroup(Generic[R]):
 
     async def start(self) -> float:
         """Set up every member side by side; returns the seconds of the slowest."""
-        return float(max(await self._all([member.start() for member in self.members], "setup")))
+        return float(max(await self.together([member.start() for member in self.members], "setup")))
 
     async def stop(self) -> None:
         """Tear down every living member side by side."""
@@ -148,9 +148,9 @@ class RoleGroup(Generic[R]):
 
     async def _collect(self, endpoint: AnyEndpoint, calls: Sequence[Call], sent: Sequence[Sent]) -> Any:
         members = [self.members[call.rank] for call in calls]
-        return gather(endpoint, calls, await self._all(sent, endpoint.name, members), self.mesh)
+        return gather(endpoint, calls, await self.together(sent, endpoint.name, members), self.mesh)
 
-    async def _all(self, sent: Sequence[Sent], name: str, members: Sequence[Member] = ()) -> list[Any]:
+    async def together(self, sent: Sequence[Sent], name: str, members: Sequence[Member] = ()) -> list[Any]:
         """Results of calls that belong together; raises as soon as one of them has failed."""
         futures = [watch(one.future) for one in sent]
         if len(futures) > 1:

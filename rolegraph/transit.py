@@ -28,7 +28,7 @@ def encode_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any
     refs = Refs()
 
     def swap(value: Any) -> Any:
-        return value._pack(refs) if isinstance(value, Batch) and not value.is_local else value
+        return value.pack_into(refs) if isinstance(value, Batch) and not value.is_local else value
 
     return (_map(swap, args), _map(swap, kwargs)), refs.refs
 

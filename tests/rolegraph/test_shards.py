@@ -32,7 +32,7 @@ def on_driver(local: Batch, store: Store, sizes: tuple[int, ...]) -> Batch:
 def arrived(batch: Batch, store: Store) -> Batch:
     """The batch as an actor gets it."""
     refs = Refs()
-    parcel = batch._pack(refs)
+    parcel = batch.pack_into(refs)
     return Batch(parcel.unpack([store[cast(Any, ref)] for ref in refs.refs]))
 
 
@@ -70,10 +70,10 @@ def test_only_the_shards_that_hold_the_rows_travel() -> None:
     store: Store = {}
     driver = on_driver(batch_of(12), store, (4, 4, 4))
     refs = Refs()
-    driver.slice(5, 7)._pack(refs)
+    driver.slice(5, 7).pack_into(refs)
     assert refs.refs == ["object 1"]
     light_only = Refs()
-    driver.select(["uid", "length"])._pack(light_only)
+    driver.select(["uid", "length"]).pack_into(light_only)
     assert light_only.refs == []
 
 
@@ -81,8 +81,8 @@ def test_two_batches_of_one_call_send_a_shared_shard_once() -> None:
     store: Store = {}
     driver = on_driver(batch_of(12), store, (6, 6))
     refs = Refs()
-    driver.slice(0, 3)._pack(refs)
-    driver.slice(2, 9)._pack(refs)
+    driver.slice(0, 3).pack_into(refs)
+    driver.slice(2, 9).pack_into(refs)
     assert refs.refs == ["object 0", "object 1"]
 
 
