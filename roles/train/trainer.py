@@ -25,6 +25,7 @@ from torch import Tensor
 from rolegraph.batch import Batch
 from rolegraph.losses.types import Loss, LossOutput, Stat, TokenBatch, Totals
 from roles.train import bridge as bridges
+from roles.train import context
 from roles.train.config import MegatronTrainConfig
 from roles.train.logprob import linear_logprobs
 from roles.train.metrics import gather_counts, reduce_over, reduce_stats
@@ -67,7 +68,10 @@ class Trainer:
         self._stage_group = parallel_state.get_pipeline_model_parallel_group()
         self._last_stage = parallel_state.is_pipeline_last_stage()
         self._sequence_parallel = config.uses_sequence_parallel
+        self._context_group = parallel_state.get_context_parallel_group()
         self._multiple_of = config.tensor_model_parallel_size if self._sequence_parallel else 1
+        if self._context_group.size() > 1:
+            self._multiple_of *= 2 * self._context_group.size()
         self._real_tokens = self._slots = 0
 
     # ----- training -----
@@ -197,7 +201,9 @@ class Trainer:
             )
         )
         stats = {"loss": Stat(output.loss.detach(), share), **output.stats}
-        return output.loss if output.loss.requires_grad else output.loss + anchor, stats
+        # Context-parallel ranks each compute the whole loss, and their gradients are added up.
+        value = output.loss / self._context_group.size()
+        return value if value.requires_grad else value + anchor, stats
 
     # ----- scoring -----
 
@@ -226,6 +232,7 @@ class Trainer:
         """Log-probabilities (and entropies) of the response tokens, [tokens], from hidden states [seq, batch, h]."""
         if self._sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+        hidden = context.join(hidden, self._context_group)
         batch, seq = micro.input_ids.shape
         # `predict` counts along rows of [batch, seq]; the hidden states are [seq, batch].
         index = micro.predict if batch == 1 else micro.predict % seq * batch + micro.predict // seq
@@ -320,8 +327,12 @@ class Trainer:
         kwargs: dict[str, Any] = {"packed_seq_params": self._packed(micro)}
         if self.policy.dtype != torch.float32:
             kwargs["fp32_output"] = False
+        rank, ranks = self._context_group.rank(), self._context_group.size()
         output: Tensor = model(
-            input_ids=micro.input_ids, position_ids=micro.position_ids, attention_mask=None, **kwargs
+            input_ids=context.split(micro.input_ids, rank, ranks),
+            position_ids=context.split(micro.position_ids, rank, ranks),
+            attention_mask=None,
+            **kwargs,
         )
         return output
 
