@@ -28,8 +28,10 @@ _ENV = {
 class Cluster:
     """A connection to Ray; `stop` ends it, and Ray with it when `connect` started that."""
 
-    def __init__(self, *, is_ours: bool) -> None:
+    def __init__(self, *, is_ours: bool, is_joined: bool = False) -> None:
         self.is_ours = is_ours
+        self.is_joined = is_joined
+        """Whether the cluster was there before, and may be more than this machine."""
 
     @classmethod
     def connect(cls, cpus: float, *, object_store_bytes: int | None = None) -> Cluster:
@@ -40,7 +42,7 @@ class Cluster:
         import ray
 
         if ray.is_initialized():
-            return cls(is_ours=False)
+            return cls(is_ours=False, is_joined=True)
         for name, value in _ENV.items():
             os.environ.setdefault(name, value)
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
@@ -48,7 +50,7 @@ class Cluster:
             try:
                 ray.init(**quiet)
                 # Leaving a joined cluster ends our connection, not the cluster.
-                return cls(is_ours=True)
+                return cls(is_ours=True, is_joined=True)
             except ConnectionError:
                 if os.environ.get("RAY_ADDRESS"):
                     raise

@@ -172,10 +172,11 @@ def _say_where(run_dir: Path) -> None:
     from rich.console import Console
 
     folder = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
-    lines = [
-        f"  {folder}/report.html      the curves, in a browser",
-        f"  {folder}/metrics.jsonl    the numbers, a line a step",
-        f"  {folder}/samples/         what the policy wrote, as Parquet",
-        f"  {folder}/logs/            what each role logged",
-    ]
+    kinds = {
+        "report.html": "the curves, in a browser",
+        "metrics.jsonl": "the numbers, a line a step",
+        "samples": "what the policy wrote, as Parquet",
+        "logs": "what each role logged",
+    }
+    lines = [f"  {folder}/{name:<15} {what}" for name, what in kinds.items() if (run_dir / name).exists()]
     Console(stderr=True).print("Where to look:\n" + "\n".join(lines), highlight=False, soft_wrap=True)
