@@ -122,11 +122,12 @@ class Worker:
 
     def start(self) -> list[Wants]:
         """Fork and load the functions; returns what each wants. Raises RewardError when that fails."""
-        self._pid, self._connection = self._nursery.fork()
+        self._pid, connection = self._nursery.fork()
+        self._connection = connection
         loaded: list[Wants] | str = f"no answer within {self._timeout_s:g} s"
         try:
-            if self._connection.poll(self._timeout_s):
-                loaded = self._connection.recv()
+            if connection.poll(self._timeout_s):
+                loaded = connection.recv()
         except (EOFError, OSError):
             loaded = f"the process {self.stop()}"
         if isinstance(loaded, str):

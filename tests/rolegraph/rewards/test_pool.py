@@ -140,10 +140,11 @@ def test_output_of_any_size_blocks_nothing(capfd: pytest.CaptureFixture[str]) ->
 
 def test_async_rows_and_calls_wait_at_the_same_time() -> None:
     with make_pool({"_target_": "slow_async", "seconds": 0.5}, rows_per_call=4, timeout_s=10) as pool:
-        pool.score(["1"] * 16, {})
+        texts = [str(row) for row in range(32)]
+        pool.score(texts, {})
         started = time.monotonic()
-        assert pool.score([str(row) for row in range(16)], {})["slow_async"].values == [float(row) for row in range(16)]
-        # One after another it would be 8 s; call after call 2 s.
+        assert pool.score(texts, {})["slow_async"].values == [float(row) for row in range(32)]
+        # Row after row it would be 16 s; call after call on the two workers of plain functions 2 s.
         assert time.monotonic() - started < 1.5
 
 
