@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 DEFAULT_BUDGET_BYTES = 512 * 2**20
-_CPU_BLOCK_BYTES = 2 * 2**20
+_CPU_BLOCK_BYTES = 6 * 2**20
 _GPU_BLOCK_BYTES = 256 * 2**20
 _MIN_COLUMNS = 128
 
@@ -63,7 +63,7 @@ def linear_logprobs(
         entropy=entropy,
         budget_bytes=budget_bytes,
     )
-    logprobs, entropies = _LinearLogprobs.apply(hidden, weight, labels, head)
+    logprobs, entropies = _LinearLogprobs.apply(hidden, weight, labels, head)  # type: ignore[no-untyped-call]
     return logprobs, entropies if entropy else None
 
 

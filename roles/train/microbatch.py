@@ -81,8 +81,8 @@ def _check(size: _Size, rows_per: int | None, tokens_per: int | None, count: int
         rounded = f", {size.round(longest)} when padded to a multiple of {size.multiple_of}"
         raise PlanError(
             f"row {row} is {longest} tokens long{rounded if size.multiple_of > 1 else ''}: more than "
-            f"train.max_tokens_per_micro_batch={tokens_per}; raise it to at least {size.round(longest)}, or shorten the "
-            "rows by data.max_length and algorithm.max_completion_length"
+            f"train.max_tokens_per_micro_batch={tokens_per}; raise it to at least {size.round(longest)}, or shorten "
+            "the rows by data.max_length and algorithm.max_completion_length"
         )
 
 

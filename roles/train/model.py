@@ -234,13 +234,15 @@ def _transformer_settings(config: MegatronTrainConfig, context: RoleContext, dty
         "sequence_parallel": config.uses_sequence_parallel,
         "calculate_per_token_loss": True,
         "autocast_dtype": dtype,
-        # Every weight is loaded from the checkpoint.
-        "perform_initialization": False,
+        # Every weight is loaded from the checkpoint; with initialisation off altogether, Megatron would not mark which
+        # weights are sharded.
+        "use_cpu_initialization": False,
+        **dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), _keep),
         "deterministic_mode": context.deterministic and context.device == "cuda",
     }
     if context.device == "cpu":
         # The shim's gradient matmul; the other fusions are CUDA kernels.
-        settings |= {"use_cpu_initialization": True, "gradient_accumulation_fusion": True}
+        settings["gradient_accumulation_fusion"] = True
     if not bridges.HAVE_TE:
         settings |= {
             "persist_layer_norm": False,
@@ -250,6 +252,11 @@ def _transformer_settings(config: MegatronTrainConfig, context: RoleContext, dty
             "bias_dropout_fusion": False,
         }
     return settings
+
+
+def _keep(weight: Tensor) -> Tensor:
+    """An initialisation that does nothing."""
+    return weight
 
 
 def _build_model(bridge: bridges.PolicyBridge) -> PolicyModel:

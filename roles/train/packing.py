@@ -228,12 +228,14 @@ def _round(tokens: int, multiple_of: int) -> int:
 def _spread(starts: IntArray, lengths: IntArray) -> IntArray:
     """Every index of the ranges [start, start + length), one range after the other."""
     before = np.cumsum(lengths) - lengths
-    return np.arange(int(lengths.sum())) + np.repeat(starts - before, lengths)
+    indices: IntArray = np.arange(int(lengths.sum())) + np.repeat(starts - before, lengths)
+    return indices
 
 
 def _offsets(batch: Batch, name: str) -> IntArray:
     """[rows + 1] where each row of a list column starts in its values."""
-    return np.asarray(batch.ragged(name).offsets, dtype=np.int64)
+    offsets: IntArray = np.asarray(batch.ragged(name).offsets, dtype=np.int64)
+    return offsets
 
 
 def _gather(batch: Batch, name: str, index: IntArray) -> tuple[npt.NDArray[np.generic], IntArray]:
@@ -277,7 +279,7 @@ def _is_aligned(batch: Batch, name: str, lengths: IntArray) -> bool:
 
 
 def _is_number(kind: pa.DataType) -> bool:
-    return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
 
 
 def _is_number_list(kind: pa.DataType) -> bool:
@@ -287,7 +289,7 @@ def _is_number_list(kind: pa.DataType) -> bool:
     inner = kind.value_type
     if pa.types.is_fixed_size_list(inner):
         inner = inner.value_type
-    return pa.types.is_integer(inner) or pa.types.is_floating(inner)
+    return bool(pa.types.is_integer(inner) or pa.types.is_floating(inner))
 
 
 def _tensor(values: npt.NDArray[np.generic]) -> Tensor:

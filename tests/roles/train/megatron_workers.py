@@ -87,13 +87,12 @@ def run_case(case: Case, folder: Path, rank: int, port: int) -> dict[str, Any]:
         model=str(folder / case.kind),
         tensor_model_parallel_size=case.tp,
         pipeline_model_parallel_size=case.pp,
-        micro_batch_size=3,
         reference="initial",
-        **OPTIMIZER | case.config,
+        **{"micro_batch_size": 3} | OPTIMIZER | case.config,
     )
     role = MegatronTrain(config, context)
-    role.setup()
     try:
+        role.setup()
         batches = training_batches()
         first = role.logprobs(part(batches[0], mesh), entropy=True)
         metrics = [role.step(part(batch, mesh), loss=NLL, temperature=1.0) for batch in batches]
