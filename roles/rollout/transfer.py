@@ -92,6 +92,20 @@ class StreamEngine(WeightTransferEngine[StreamInit, StreamUpdate]):  # type: ign
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            self._repack_tied_heads()
+
+    def _repack_tied_heads(self) -> None:
+        """Bring a tied head's packed copy up to date.
+
+        On a CPU vLLM multiplies by a packed copy of each weight, made when the layer is loaded. A tied head is never
+        loaded: it has the embedding's new weight and, without this, a copy of the old one.
+        """
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+        for layer in self.model.modules():
+            if isinstance(layer, ParallelLMHead) and not layer.weight.is_meta:
+                layer.quant_method.process_weights_after_loading(layer)
 
     def abandon(self) -> None:
         """Give the layers that were not completed their old weights back, and leave the group."""
