@@ -137,26 +137,31 @@ class Worker:
 
     def call(self, call: Call, limit_s: float) -> Scored | Fault:
         """Call a function. A worker that hangs past `limit_s` or dies is a fault, and gone."""
-        for last in (False, True):
-            if self._connection is None:
-                self.start()
-            assert self._connection is not None
-            try:
-                self._connection.send(call)
-                break
-            except OSError:
-                # It died while it was idle, which this call has nothing to do with.
-                ending = self.stop()
-                if last:
-                    return Fault("crash", f"the worker {ending}")
+        connection = self._connection
         try:
-            if self._connection.poll(limit_s):
-                reply: Scored | Fault = self._connection.recv()
+            if connection is None:
+                connection = self._restart(call)
+            else:
+                connection.send(call)
+        except OSError:
+            # It died while it was idle, which this call has nothing to do with.
+            self.stop()
+            connection = self._restart(call)
+        try:
+            if connection.poll(limit_s):
+                reply: Scored | Fault = connection.recv()
                 return reply
         except (EOFError, OSError):
             return Fault("crash", f"the worker {self.stop()}")
         self.stop()
         return Fault("timeout", f"no answer within {limit_s:.3g} s")
+
+    def _restart(self, call: Call) -> Connection:
+        self.start()
+        if self._connection is None:
+            raise RewardError("the worker was stopped")
+        self._connection.send(call)
+        return self._connection
 
     def stop(self) -> str:
         """End the process; returns in words how it ended."""

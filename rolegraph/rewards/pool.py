@@ -92,7 +92,7 @@ class Lane:
                 return worker.call(call, limit)
             finally:
                 budget.give_back(limit - (time.monotonic() - started))
-        except RewardError as error:
+        except (RewardError, EOFError, OSError) as error:
             return Fault("crash", f"the worker could not be replaced: {error}")
         finally:
             self._idle.put(worker)
