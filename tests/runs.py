@@ -1,0 +1,76 @@
+"""Running `rolegraph run` as a user does, and reading what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rolegraph.telemetry import read_metrics
+from rolegraph.telemetry.metrics import is_timing
+
+DRIVER = """
+import sys
+from rolegraph.batch import bytes_held
+from rolegraph.cli import dispatch
+code = dispatch(sys.argv[1:])
+print(f"driver held {bytes_held()} bytes of heavy columns", "torch" in sys.modules)
+sys.exit(code)
+"""
+"""The `rolegraph` command, and then what its process was made to hold."""
+
+SMALL = (
+    "data.size=200",
+    "algorithm.global_batch_size=32",
+    "algorithm.num_generations=4",
+    "algorithm.max_completion_length=8",
+    "rollout.max_num_seqs=32",
+)
+"""A GRPO run of a few seconds after its start."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that came to its end."""
+
+    folder: Path
+    output: str
+    metrics: list[dict[str, Any]]
+
+    @property
+    def figures(self) -> list[dict[str, Any]]:
+        """The metrics without those that measure the machine."""
+        return [{key: value for key, value in row.items() if not is_timing(key)} for row in self.metrics]
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of token columns that the driver deserialised."""
+        found = re.search(r"driver held (\d+) bytes", self.output)
+        assert found is not None, self.output
+        return int(found[1])
+
+
+def rolegraph(*words: str, cwd: Path, timeout_s: float = 280.0) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process of its own."""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    env.pop("OMP_NUM_THREADS", None)
+    command = [sys.executable, "-c", DRIVER, *words]
+    return subprocess.run(
+        command, cwd=cwd, env=env, timeout=timeout_s, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def run(*overrides: str, folder: Path, timeout_s: float = 280.0) -> Finished:
+    """`rolegraph run` into `folder`; fails with the output when the run does."""
+    done = rolegraph("run", *overrides, f"output_dir={folder}", cwd=Path(__file__).parents[1], timeout_s=timeout_s)
+    assert done.returncode == 0, done.stdout[-5000:] + logs(folder)
+    return Finished(folder, done.stdout, read_metrics(folder / "metrics.jsonl"))
+
+
+def logs(folder: Path) -> str:
+    """The ends of the actors' logs, for the message of a failing test."""
+    return "".join(f"\n--- {path.name}\n{path.read_text()[-1500:]}" for path in sorted(folder.glob("logs/*.log")))
