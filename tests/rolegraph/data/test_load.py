@@ -219,6 +219,7 @@ def test_mixed_schemas_get_one_type_a_column(jsonl: Write, tiny_folder: str) -> 
     assert _column(data, "nested") == ['{"a": 1}', "[1]"]
     assert _column(data, "big") == [str(2**70), "1"]
     assert _column(data, "empty") == [None, None]
+    assert str(data.rows["empty"].type) == "string"  # a type that every reader can use
     assert "note: column 'mixed' holds int, str: carried as text" in "\n".join(data.report.lines())
 
 
