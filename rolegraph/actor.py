@@ -13,7 +13,7 @@ import ray
 
 from rolegraph.host import Host, RoleSpec, end_children, forward_sys_path, free_port
 from rolegraph.role import Endpoint, Role, RoleContext, endpoints
-from rolegraph.transit import decode_arguments, encode_result
+from rolegraph.transit import Payload, decode_arguments, encode_result
 
 
 @dataclass(frozen=True)
@@ -60,19 +60,19 @@ class RoleHost:
         return spec.role_class(spec.config, self._host.context)
 
     @ray.method(concurrency_group="main")
-    def main(self, name: str, payload: Any, *objects: Any) -> Any:
+    def main(self, payload: Payload, *objects: Any) -> Any:
         """Run an endpoint in the main lane: one at a time, in the order of the calls."""
-        return self._run(name, payload, objects)
+        return self._run(payload, objects)
 
     @ray.method(concurrency_group="queue")
-    def queue(self, name: str, payload: Any, *objects: Any) -> Any:
+    def queue(self, payload: Payload, *objects: Any) -> Any:
         """Run a `queue` endpoint, several at a time."""
-        return self._run(name, payload, objects)
+        return self._run(payload, objects)
 
     @ray.method(concurrency_group="control")
-    def control(self, name: str, payload: Any, *objects: Any) -> Any:
+    def control(self, payload: Payload, *objects: Any) -> Any:
         """Run an endpoint that must answer while the main lane computes."""
-        return self._run(name, payload, objects)
+        return self._run(payload, objects)
 
     @ray.method(concurrency_group="control")
     def metrics(self) -> dict[str, Any]:
@@ -89,7 +89,8 @@ class RoleHost:
         """Kill all child processes at once; the actor itself is killed next, and would leave them behind."""
         end_children()
 
-    def _run(self, name: str, payload: Any, objects: tuple[Any, ...]) -> Any:
+    def _run(self, payload: Payload, objects: tuple[Any, ...]) -> Any:
+        name = payload[0]
         with self._host.guard(name):
             args, kwargs = decode_arguments(payload, objects)
             result = self._host.run(name, args, kwargs)

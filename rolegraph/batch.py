@@ -54,7 +54,7 @@ class Batch:
     __slots__ = ("_away", "_here")
 
     def __init__(self, here: pa.Table, away: Mapping[str, Column] | None = None) -> None:
-        """Columns that are here (one chunk each) and columns that are in the object store; prefer `from_columns`."""
+        """Columns that are here and columns that are in the object store; prefer `from_columns`."""
         self._here = here
         self._away: dict[str, Column] = dict(away or {})
 
@@ -138,7 +138,7 @@ class Batch:
         """The columns as an Arrow table, each in one chunk; local batches only."""
         if self._away:
             raise BatchError(self._elsewhere(*self._away))
-        return self._here
+        return self._joined()
 
     def __getitem__(self, name: str) -> pa.Array:
         """One column as an Arrow array."""
@@ -146,7 +146,7 @@ class Batch:
             raise BatchError(self._elsewhere(name))
         if name not in self._here.column_names:
             raise BatchError(f"no column {name!r}; there are: {', '.join(self.column_names)}")
-        return one_chunk(self._here.column(name))
+        return self._joined().column(name).chunk(0)
 
     def numpy(self, name: str) -> np.ndarray[Any, Any]:
         """[rows] a number column as numpy, zero-copy where it has no nulls; nulls are NaN."""
@@ -300,6 +300,12 @@ class Batch:
     def pack_into(self, refs: Refs) -> Parcel:
         """This batch as it is sent; the objects it needs are added to `refs`."""
         return pack(compact_table(self._here), self._away, refs)
+
+    def _joined(self) -> pa.Table:
+        """The columns that are here with one chunk each: joined when first read, for many batches only pass through."""
+        if any(column.num_chunks != 1 for column in self._here.columns):
+            self._here = pa.table({name: one_chunk(self._here.column(name)) for name in self._here.column_names})
+        return self._here
 
     def _move(self, move: Callable[[Place], Place]) -> dict[str, Column]:
         """The columns elsewhere with `move` applied once to each place."""

@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar, cast
 
 from rolegraph.cluster import Cluster, Reservation
 from rolegraph.errors import PlanError, RoleError, RoleGraphError
-from rolegraph.group import OnCall, RoleGroup, run_sync, watch
+from rolegraph.group import OnCall, RoleGroup, refuse_in_loop, run_sync, watch
 from rolegraph.host import RoleSpec
 from rolegraph.member import LocalMember, Member, RayMember
 from rolegraph.placement import Plan, Slot
@@ -255,6 +255,7 @@ class RoleGraph:
         await self.stop()
 
     def __enter__(self) -> Self:
+        refuse_in_loop()
         run_sync(self.start())
         return self
 

@@ -26,7 +26,7 @@ from rolegraph.dispatch import (
     scatter,
 )
 from rolegraph.errors import BatchError, RoleError, RoleGraphError
-from rolegraph.member import Member, Sent
+from rolegraph.member import Member, Sent, block
 from rolegraph.role import Mesh, Role, make_handle
 
 R = TypeVar("R", bound=Role)
@@ -98,7 +98,17 @@ class RoleGroup(Generic[R]):
 
     def submit_sync(self, endpoint: AnyEndpoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Send the call and block for its collected result."""
-        return run_sync(self._start(endpoint, args, kwargs))
+        refuse_in_loop()
+        if _is_queued(endpoint):
+            return run_sync(self._start(endpoint, args, kwargs))
+        calls = scatter(endpoint, args, kwargs, self.mesh)
+        if not calls:
+            return empty_result(endpoint, args, kwargs)
+        sent = [self._send(endpoint, call) for call in calls]
+        results = block(sent)
+        if results is None:
+            return run_sync(self._collect(endpoint, calls, sent))
+        return gather(endpoint, calls, results, self.mesh)
 
     async def metrics(self) -> list[dict[str, Any]]:
         """Of each living actor: pid, rss and peak_rss in bytes, and its running endpoints with their seconds so far."""
@@ -126,8 +136,7 @@ class RoleGroup(Generic[R]):
 
     def _start(self, endpoint: AnyEndpoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Coroutine[Any, Any, Any]:
         """Send what can be sent now, and return what waits for the rest."""
-        options = endpoint.options
-        if options.dispatch == "queue" and options.execute == "all":
+        if _is_queued(endpoint):
             count = count_items(endpoint.name, args, kwargs)
             if count is None:
                 raise BatchError(f"{endpoint.name}() takes its rows from a queue and was given no batch or list")
@@ -259,15 +268,17 @@ def watch(call: Future[T]) -> asyncio.Future[T]:
 _runners = threading.local()
 
 
-def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end from plain code, on an event loop that this thread keeps for it."""
+def refuse_in_loop() -> None:
+    """RoleGraphError when this thread runs an event loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        pass
-    else:
-        coroutine.close()
-        raise RoleGraphError("a blocking call inside an event loop would stop the whole program: await it instead")
+        return
+    raise RoleGraphError("a blocking call inside an event loop would stop the whole program: await it instead")
+
+
+def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end from plain code, on an event loop that this thread keeps for it."""
     runner: asyncio.Runner | None = getattr(_runners, "runner", None)
     if runner is None:
         runner = _runners.runner = asyncio.Runner()
@@ -277,6 +288,10 @@ def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
 
 async def _value(value: T) -> T:
     return value
+
+
+def _is_queued(endpoint: AnyEndpoint) -> bool:
+    return endpoint.options.dispatch == "queue" and endpoint.options.execute == "all"
 
 
 def _failed(future: asyncio.Future[Any]) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,16 +21,66 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 
-@dataclass(frozen=True)
-class Sent:
+class Sent(Protocol):
     """A call on its way."""
 
-    future: Future[Any]
-    heavy: ObjectRef[Any] | None = None
+    @property
+    def future(self) -> Future[Any]:
+        """What the call will give; `decode` makes a result of it."""
 
     def decode(self, value: Any) -> Any:
-        """The call's result from what the future gave."""
+        """The call's result from what its future gave."""
+
+
+@dataclass
+class RaySent:
+    """A call to a Ray actor: a reference to its result, and one to the result's heavy columns where it has some."""
+
+    ref: ObjectRef[Any]
+    heavy: ObjectRef[Any] | None = None
+
+    @functools.cached_property
+    def future(self) -> Future[Any]:
+        """What the call will give."""
+        future: Future[Any] = self.ref.future()
+        return future
+
+    def decode(self, value: Any) -> Any:
+        """The call's result, its heavy columns left in the object store."""
         return value if self.heavy is None else decode_result(value, self.heavy)
+
+
+@dataclass(frozen=True)
+class LocalSent:
+    """A call to a thread of this process."""
+
+    future: Future[Any]
+
+    def decode(self, value: Any) -> Any:
+        """The value itself."""
+        return value
+
+
+def block(sent: Sequence[Sent]) -> list[Any] | None:
+    """Wait in this thread for calls that belong together; null as soon as one has failed.
+
+    A program without an event loop pays no hop between threads this way.
+    """
+    refs = [one.ref for one in sent if isinstance(one, RaySent)]
+    try:
+        if len(refs) < len(sent):
+            values = [one.future.result() for one in sent]
+        else:
+            import ray
+
+            pending = refs if len(refs) > 1 else []
+            while pending:
+                ready, pending = ray.wait(pending, num_returns=1, fetch_local=False)
+                ray.get(ready)
+            values = ray.get(refs)
+    except Exception:
+        return None
+    return [one.decode(value) for one, value in zip(sent, values, strict=True)]
 
 
 class Member(Protocol):
@@ -75,9 +126,9 @@ class RayMember:
         if endpoint not in self._methods:
             self._methods[endpoint] = self._method(endpoint)
         method, has_heavy = self._methods[endpoint]
-        payload, refs = encode_arguments(args, kwargs)
-        out = method(endpoint.name, payload, *refs)
-        return _sent(out[0], out[1]) if has_heavy else _sent(out)
+        payload, refs = encode_arguments(endpoint.name, args, kwargs)
+        out = method(payload, *refs)
+        return RaySent(out[0], out[1]) if has_heavy else RaySent(out)
 
     def _method(self, endpoint: AnyEndpoint) -> tuple[Callable[..., Any], bool]:
         lane = "queue" if endpoint.options.dispatch == "queue" else endpoint.options.lane
@@ -87,7 +138,7 @@ class RayMember:
 
     def locate(self) -> Sent:
         """Ask for the node's address and a free port of it."""
-        return _sent(self.actor.locate.remote())
+        return RaySent(self.actor.locate.remote())
 
     def settle(self, *, node: str, master_addr: str, master_port: int) -> None:
         """Complete the context with what is known only once actors are placed."""
@@ -95,19 +146,19 @@ class RayMember:
 
     def start(self) -> Sent:
         """Start the role's setup."""
-        return _sent(self.actor.start.remote(self.context))
+        return RaySent(self.actor.start.remote(self.context))
 
     def stop(self) -> Sent:
         """Start the role's teardown."""
-        return _sent(self.actor.stop.remote())
+        return RaySent(self.actor.stop.remote())
 
     def metrics(self) -> Sent:
         """Ask for memory and what runs now."""
-        return _sent(self.actor.metrics.remote())
+        return RaySent(self.actor.metrics.remote())
 
     def end_children(self) -> Sent:
         """Ask the actor to kill its child processes."""
-        return _sent(self.actor.end_children.remote())
+        return RaySent(self.actor.end_children.remote())
 
     def kill(self) -> None:
         """End the actor's process at once."""
@@ -140,10 +191,6 @@ class RayMember:
         return "\n".join([f"\nEnd of {self._log_file}:", *tail]) if tail else f"\nIts log is {self._log_file}"
 
 
-def _sent(ref: ObjectRef[Any], heavy: ObjectRef[Any] | None = None) -> Sent:
-    return Sent(ref.future(), heavy)
-
-
 def _exit_detail(error: Exception) -> str:
     """What Ray says about an actor's end, in one paragraph."""
     lines = [line.strip() for line in str(error).splitlines()]
@@ -165,7 +212,7 @@ class LocalMember:
 
     def send(self, endpoint: AnyEndpoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sent:
         """Start a call in its lane's thread."""
-        return Sent(self._lanes[endpoint.options.lane].submit(self._run, endpoint.name, args, kwargs))
+        return LocalSent(self._lanes[endpoint.options.lane].submit(self._run, endpoint.name, args, kwargs))
 
     def _run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._host.guard(name):
@@ -174,21 +221,21 @@ class LocalMember:
     def start(self) -> Sent:
         """Start the role's setup."""
         spec, context = self._spec, self.context
-        return Sent(self._lanes["main"].submit(self._host.start, lambda: spec.role_class(spec.config, context)))
+        return LocalSent(self._lanes["main"].submit(self._host.start, lambda: spec.role_class(spec.config, context)))
 
     def stop(self) -> Sent:
         """Start the role's teardown."""
-        return Sent(self._lanes["main"].submit(self._host.stop))
+        return LocalSent(self._lanes["main"].submit(self._host.stop))
 
     def metrics(self) -> Sent:
         """Ask for memory and what runs now."""
-        return Sent(self._lanes["control"].submit(self._host.metrics))
+        return LocalSent(self._lanes["control"].submit(self._host.metrics))
 
     def end_children(self) -> Sent:
         """Nothing to do: the process is the driver's."""
         done: Future[Any] = Future()
         done.set_result(None)
-        return Sent(done)
+        return LocalSent(done)
 
     def kill(self) -> None:
         """Take no more calls; a thread that computes cannot be ended."""

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from rolegraph.columns import one_chunk
 from rolegraph.errors import BatchError
 
 if TYPE_CHECKING:
@@ -70,7 +69,7 @@ class Column:
 def concat_tables(tables: Sequence[pa.Table]) -> pa.Table:
     """Rows of tables with the same columns, in any column order; null columns take the type of the others."""
     try:
-        return pa.concat_tables(tables, promote_options="permissive").combine_chunks()
+        return pa.concat_tables(tables, promote_options="permissive")
     except pa.ArrowException as error:
         raise BatchError(f"cannot concatenate columns of different types: {error}") from error
 
@@ -140,13 +139,13 @@ class Parcel:
     crates: tuple[Crate, ...]
 
     def unpack(self, objects: Sequence[Any]) -> pa.Table:
-        """All columns as one table."""
+        """All columns as one table, perhaps in several chunks."""
         table = self.here
         columns = {name: table.column(name) for name in table.column_names}
         for crate in self.crates:
             gathered = crate.gather(objects)
             columns.update({name: gathered.column(name) for name in gathered.column_names})
-        return pa.table({name: one_chunk(column) for name, column in columns.items()})
+        return pa.table(columns)
 
 
 def pack(here: pa.Table, away: Mapping[str, Column], refs: Refs) -> Parcel:

@@ -23,23 +23,27 @@ class Heavy:
     item: int
 
 
-def encode_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[ObjectRef[Any]]]:
-    """Arguments with parcels for batches, and the objects those need: sent beside them, so that Ray fetches them."""
+Payload = tuple[str, tuple[Any, ...], dict[str, Any]]
+"""An endpoint's name and its arguments, with parcels for the batches that are elsewhere."""
+
+
+def encode_arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Payload, list[ObjectRef[Any]]]:
+    """A call as it is sent, and the objects its parcels need: sent beside it, so that Ray fetches them."""
     refs = Refs()
 
     def swap(value: Any) -> Any:
         return value.pack_into(refs) if isinstance(value, Batch) and not value.is_local else value
 
-    return (_map(swap, args), _map(swap, kwargs)), refs.refs
+    return (name, _map(swap, args), _map(swap, kwargs)), refs.refs
 
 
-def decode_arguments(payload: Any, objects: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def decode_arguments(payload: Payload, objects: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments as the role's method takes them, every batch local."""
 
     def swap(value: Any) -> Any:
         return Batch(value.unpack(objects)) if isinstance(value, Parcel) else value
 
-    args, kwargs = payload
+    _, args, kwargs = payload
     return _map(swap, args), _map(swap, kwargs)
 
 
