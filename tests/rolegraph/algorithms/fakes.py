@@ -194,7 +194,7 @@ class World:
     ) -> None:
         self.calls: list[str] = []
         self.telemetry, self.sync = Telemetry(self.calls), Sync(self.calls)
-        self.dataset = Dataset(rows, responses=config.needs_responses)
+        self.dataset = Dataset(rows, responses=config.data_needs != "prompt")
         job = SimpleNamespace(
             config=SimpleNamespace(seed=seed, max_steps=max_steps),
             dataset=self.dataset,

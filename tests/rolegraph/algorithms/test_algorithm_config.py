@@ -148,19 +148,20 @@ def test_what_the_rest_of_the_run_has_to_provide() -> None:
     assert not (plain.needs_reference)
     assert not (plain.needs_logprobs)
     assert not (plain.needs_entropy)
-    assert not (plain.needs_responses)
     assert replace(plain, beta=0.1).needs_reference
     assert replace(plain, num_iterations=2).needs_logprobs
     assert replace(plain, steps_per_generation=2).needs_logprobs
     assert replace(plain, beta=0.1, kl_in_reward=True).needs_logprobs
     assert replace(plain, top_entropy_quantile=0.5).needs_entropy
     assert replace(plain, top_entropy_quantile=0.5).needs_logprobs
-    assert replace(plain, warm_start=WarmStartConfig(max_steps=1)).needs_responses
+    assert plain.data_needs == "prompt"
+    assert replace(plain, warm_start=WarmStartConfig(max_steps=1)).data_needs == "response"
     own = replace(plain, loss=LossSpec(POLICY, {"beta": 0.1, "kl_returns": "batch", "top_entropy_quantile": 0.5}))
     assert own.needs_reference
     assert own.needs_logprobs
     assert own.needs_entropy
-    assert SFTConfig().needs_responses
+    assert SFTConfig().data_needs == "response"
+    assert PTConfig().data_needs == "text"
     assert not SFTConfig().needs_reference
 
 
