@@ -32,6 +32,7 @@ async def test_the_same_calls_work_in_this_process() -> None:
         with pytest.raises(RoleError, match=r"role fake rank 0 on .* in fail_at\(\): ValueError: boom") as caught:
             await fake.fail_at(0)
         assert caught.value.remote_traceback.count("Traceback") == 1
+        assert "host.py" not in caught.value.remote_traceback
 
 
 def test_blocking_programs_work_too() -> None:

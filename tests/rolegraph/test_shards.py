@@ -66,6 +66,14 @@ def test_rows_and_columns_are_those_of_a_local_batch(work: Callable[[Batch], Bat
     assert len(work(driver)) == len(work(local))
 
 
+def test_scattered_rows_are_put_in_order() -> None:
+    store: Store = {}
+    local = batch_of(40)
+    order = np.random.default_rng(3).permutation(40)
+    driver = on_driver(local, store, (25, 15)).take(order)
+    assert same(arrived(driver, store), local.take(order))
+
+
 def test_only_the_shards_that_hold_the_rows_travel() -> None:
     store: Store = {}
     driver = on_driver(batch_of(12), store, (4, 4, 4))
