@@ -120,7 +120,7 @@ def test_sample_seeds_differ_in_every_part_and_fit_63_bits() -> None:
 
 
 def test_ids_the_tokenizer_lacks_are_never_drawn(role: Any, fresh: int) -> None:
-    batch = role.generate(prompts(8), SamplingParams(n=4, temperature=20.0, max_tokens=64, seed=1, ignore_eos=True))
+    batch = role.generate(prompts(8), SamplingParams(n=4, temperature=2.0, max_tokens=64, seed=1, ignore_eos=True))
     drawn = np.concatenate(batch.lists("response_ids"))
     assert len(drawn) == 8 * 4 * 64
     assert drawn.max() < TOKENIZER_IDS
@@ -191,8 +191,8 @@ def test_a_prompt_that_cannot_be_served_is_named(role: Any, ids: list[int], samp
 @pytest.mark.timeout(300)
 def test_an_unknown_engine_argument_is_named_with_the_nearest(folders: list[str]) -> None:
     with (
-        pytest.raises(ConfigError, match=r"engine_kwargs.swap_spaces: .*did you mean"),
-        replica(model=folders[0], engine_kwargs={"swap_spaces": 1}),
+        pytest.raises(ConfigError, match=r"engine_kwargs.max_logprob: .*did you mean max_logprobs"),
+        replica(model=folders[0], engine_kwargs={"max_logprob": 1}),
     ):
         pass
 
