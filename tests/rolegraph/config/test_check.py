@@ -169,6 +169,76 @@ def test_only_plain_containers_come_out(user: Folder) -> None:
     assert type(run.tree) is dict
 
 
+ROLE = """
+    from __future__ import annotations
+
+    from dataclasses import dataclass, field
+    from typing import Annotated, Literal
+
+    from annotated_types import Gt
+
+    from rolegraph.interfaces import TrainRole
+
+
+    @dataclass(frozen=True)
+    class Inner:
+        rate: Annotated[float, Gt(0)] = 0.5
+        names: tuple[str, ...] = ()
+
+
+    @dataclass(frozen=True)
+    class CountingConfig:
+        ranks: int | None = None
+        start: int = 0
+        inner: Inner = field(default_factory=Inner)
+        several: list[Inner] = field(default_factory=list)
+        by_name: dict[str, Inner] = field(default_factory=dict)
+        maybe: Inner | None = None
+        mode: Literal["up", "down"] = "up"
+
+
+    class Counting(TrainRole):
+        Config = CountingConfig
+
+        def __init__(self, config: CountingConfig, context: object) -> None:
+            super().__init__(config, context)
+"""
+
+
+def test_a_role_of_the_user_with_nested_config(user: Folder) -> None:
+    user.write("rolegraph_user_role.py", ROLE)
+    user.write("train/counting.yaml", "_target_: rolegraph_user_role.Counting\nstart: 3\n")
+    overrides = ["train=counting", "train.several=[{rate: 1}, {names: [a, b]}]", "train.by_name={x: {rate: 2}}"]
+    config = (
+        load(["algorithm=mine", *overrides, "train.inner.rate=0.25"], config_dir=str(user)).run.roles["train"].config
+    )
+    assert type(config).__name__ == "CountingConfig"
+    assert (config.start, config.inner.rate, config.maybe) == (3, 0.25, None)
+    assert [(inner.rate, inner.names) for inner in config.several] == [(1.0, ()), (0.5, ("a", "b"))]
+    assert config.by_name["x"].rate == 2.0
+    message = faults(
+        user,
+        "train=counting",
+        "train.several=[{rate: 1}, {ratee: 2}]",
+        "train.by_name={x: {rate: -2}}",
+        "train.inner.name=[a]",
+        "train.maybe={rate: high}",
+        "train.mode=dwn",
+        "train.lr=1",
+    )
+    for part in (
+        "6 faults",
+        "train.several[1].ratee: unknown key; did you mean train.several[1].rate?",
+        "train.by_name.x.rate: -2: should be greater than 0",
+        "train.inner.name: unknown key; did you mean train.inner.names?",
+        'train.maybe.rate: "high" (a string) must be a number',
+        "train.mode: ",
+        "did you mean down?",
+        "train.lr: unknown key",
+    ):
+        assert part in message
+
+
 def test_group_choices(user: Folder) -> None:
     assert load(["algorithm=mine", "logger=[tensorboard,wandb]"], config_dir=str(user)).run.logger.names == (
         "tensorboard",
