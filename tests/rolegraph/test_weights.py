@@ -175,7 +175,7 @@ def test_a_sender_whose_process_dies_is_noticed_at_once() -> None:
         "from rolegraph.weights import WeightSender\nfrom rolegraph.interfaces import TransferGroup\n"
         f"sender = WeightSender({group!r})\n"
         "def tensors():\n"
-        "    yield 'a', torch.zeros(4)\n"
+        "    yield 'a', torch.zeros(64)\n"
         "    sys.stdin.read()\n"
         "    os._exit(3)\n"
         "sender.send(tensors(), 1)\n"
@@ -183,7 +183,7 @@ def test_a_sender_whose_process_dies_is_noticed_at_once() -> None:
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
     try:
         receiver = WeightReceiver(group, 1)
-        stream = receiver.receive([TensorInfo("a", (4,), "float32"), TensorInfo("b", (4,), "float32")])
+        stream = receiver.receive([TensorInfo("a", (64,), "float32"), TensorInfo("b", (64,), "float32")])
         assert next(stream)[0] == "a"
         assert process.stdin is not None
         process.stdin.close()
