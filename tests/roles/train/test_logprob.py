@@ -83,7 +83,8 @@ def test_equals_log_softmax(budget: int, temperature: float, vocab: int) -> None
     expected, expected_entropies = reference(case, temperature, vocab)
     torch.testing.assert_close(found, expected, atol=5e-6, rtol=1e-6)
     torch.testing.assert_close(entropies, expected_entropies, atol=5e-6, rtol=1e-6)
-    assert entropies is not None and not entropies.requires_grad
+    assert entropies is not None
+    assert not entropies.requires_grad
     hidden, weight = gradients(case, found)
     torch.testing.assert_close((hidden, weight), gradients(case, expected), atol=5e-5, rtol=1e-5)
     assert torch.equal(weight[vocab:], torch.zeros_like(weight[vocab:]))
@@ -126,9 +127,12 @@ def test_extreme_logits_stay_exact() -> None:
 def test_no_tokens_give_zero_gradients() -> None:
     case = make_case(0)
     found, entropies = linear_logprobs(case.hidden, case.weight, case.labels, entropy=True)
-    assert found.shape == (0,) and entropies is not None and entropies.shape == (0,)
+    assert found.shape == (0,)
+    assert entropies is not None
+    assert entropies.shape == (0,)
     found.sum().backward()
-    assert case.weight.grad is not None and torch.equal(case.weight.grad, torch.zeros_like(case.weight))
+    assert case.weight.grad is not None
+    assert torch.equal(case.weight.grad, torch.zeros_like(case.weight))
 
 
 def test_only_the_gradients_asked_for() -> None:

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
+from rolegraph.errors import PlanError
 from roles.train import microbatch
 from roles.train.microbatch import plan_microbatches
-from rolegraph.errors import PlanError
 
 
 def tokens(lengths: list[int], part: list[int], *, padding_free: bool, multiple_of: int) -> int:

@@ -7,9 +7,9 @@ import pyarrow as pa
 import pytest
 import torch
 
-from roles.train.packing import MicroBatch, collate, per_token_column, response_tokens
 from rolegraph.batch import Batch
 from rolegraph.errors import AlignmentError
+from roles.train.packing import MicroBatch, collate, per_token_column, response_tokens
 
 PROMPTS = [[11, 12, 13], [21], [31, 32], [], [51, 52, 53, 54]]
 RESPONSES = [[14, 15], [22, 23, 24], [], [41, 42], [55]]
@@ -60,21 +60,24 @@ def test_padded_layout() -> None:
     micro = collate(make_batch(), [0, 2], padding_free=False, multiple_of=4, pad_id=99)
     assert micro.input_ids.tolist() == [[11, 12, 13, 14, 15, 99, 99, 99], [31, 32] + [99] * 6]
     assert micro.position_ids.tolist() == [list(range(8))] * 2
-    assert micro.cu_seqlens is None and micro.max_seqlen == 8
+    assert micro.cu_seqlens is None
+    assert micro.max_seqlen == 8
 
 
 def test_packed_layout() -> None:
     micro = collate(make_batch(), [0, 2], padding_free=True, multiple_of=4, pad_id=99)
     assert micro.input_ids.tolist() == [[11, 12, 13, 14, 15, 31, 32, 99]]
     assert micro.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 0]]
-    assert micro.cu_seqlens is not None and micro.cu_seqlens.dtype == torch.int32
+    assert micro.cu_seqlens is not None
+    assert micro.cu_seqlens.dtype == torch.int32
     assert micro.cu_seqlens.tolist() == [0, 5, 7, 8]
     assert micro.max_seqlen == 5
 
 
 def test_the_tail_counts_among_packed_sequences() -> None:
     micro = collate(make_batch(), [2], padding_free=True, multiple_of=16)
-    assert micro.cu_seqlens is not None and micro.cu_seqlens.tolist() == [0, 2, 16]
+    assert micro.cu_seqlens is not None
+    assert micro.cu_seqlens.tolist() == [0, 2, 16]
     assert micro.max_seqlen == 14
 
 
@@ -88,17 +91,21 @@ def test_no_rows_give_a_dummy_row(padding_free: bool, multiple_of: int) -> None:
     assert micro.columns["advantage"].shape == micro.columns["rollout_logprobs"].shape == (0,)
     assert micro.response.totals() == (0.0, 0.0)
     if padding_free:
-        assert micro.cu_seqlens is not None and micro.cu_seqlens.tolist() == [0, multiple_of]
+        assert micro.cu_seqlens is not None
+        assert micro.cu_seqlens.tolist() == [0, multiple_of]
 
 
 @pytest.mark.parametrize("padding_free", [False, True])
 def test_rows_without_a_token(padding_free: bool) -> None:
     empty = Batch.from_columns({"uid": ["a", "b"], "prompt_ids": [[], [1]], "response_ids": [[], [2]]})
     micro = collate(empty, [0, 1], padding_free=padding_free)
-    assert micro.rows == 2 and micro.row.tolist() == [1]
+    assert micro.rows == 2
+    assert micro.row.tolist() == [1]
     assert micro.input_ids.tolist() == ([[1, 2]] if padding_free else [[0, 0], [1, 2]])
     alone = collate(empty, [0], padding_free=padding_free)
-    assert alone.input_ids.tolist() == [[0]] and alone.rows == 1 and len(alone.labels) == 0
+    assert alone.input_ids.tolist() == [[0]]
+    assert alone.rows == 1
+    assert len(alone.labels) == 0
 
 
 def test_mask_and_totals() -> None:
@@ -114,8 +121,10 @@ def test_columns() -> None:
     assert set(columns) == {"response_mask", "rollout_logprobs", "advantage", "weight_version"}
     torch.testing.assert_close(columns["rollout_logprobs"], torch.tensor([-2.2, -2.3, -2.4, -5.5]))
     assert columns["advantage"].dtype == torch.float32
-    assert columns["advantage"][0].isnan() and columns["advantage"][1] == 0.0
-    assert columns["weight_version"].dtype == torch.int64 and columns["weight_version"].tolist() == [2, 5]
+    assert columns["advantage"][0].isnan()
+    assert columns["advantage"][1] == 0.0
+    assert columns["weight_version"].dtype == torch.int64
+    assert columns["weight_version"].tolist() == [2, 5]
 
 
 def test_per_token_columns_of_the_user_and_of_k_entries() -> None:
@@ -166,4 +175,4 @@ def test_moves_as_a_whole() -> None:
         moved.mask,
         moved.row,
     ]
-    assert all(tensor is not None and tensor.is_meta for tensor in [*tensors, *moved.columns.values()])
+    assert all(tensor is not None and tensor.is_meta for tensor in [*tensors, moved.row, *moved.columns.values()])
