@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 
+QUICK_S = 0.05
+"""Seconds in which most calls end: until then they are waited for together, then one by one."""
+
+
 class Sent(Protocol):
     """A call on its way."""
 
@@ -71,16 +75,26 @@ def block(sent: Sequence[Sent]) -> list[Any] | None:
         if len(refs) < len(sent):
             values = [one.future.result() for one in sent]
         else:
-            import ray
-
-            pending = refs if len(refs) > 1 else []
-            while pending:
-                ready, pending = ray.wait(pending, num_returns=1, fetch_local=False)
-                ray.get(ready)
-            values = ray.get(refs)
+            values = _get(refs)
     except Exception:
         return None
     return [one.decode(value) for one, value in zip(sent, values, strict=True)]
+
+
+def _get(refs: list[ObjectRef[Any]]) -> list[Any]:
+    """All values; raises as soon as one call has failed, though those before it still run."""
+    import ray
+    from ray.exceptions import GetTimeoutError
+
+    if len(refs) > 1:
+        try:
+            return list(ray.get(refs, timeout=QUICK_S))
+        except GetTimeoutError:
+            pending = refs
+            while pending:
+                ready, pending = ray.wait(pending, num_returns=1, fetch_local=False)
+                ray.get(ready)
+    return list(ray.get(refs))
 
 
 class Member(Protocol):

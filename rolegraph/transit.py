@@ -29,6 +29,8 @@ Payload = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 def encode_arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Payload, list[ObjectRef[Any]]]:
     """A call as it is sent, and the objects its parcels need: sent beside it, so that Ray fetches them."""
+    if not args and not kwargs:
+        return (name, args, kwargs), []
     refs = Refs()
 
     def swap(value: Any) -> Any:

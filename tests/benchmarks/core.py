@@ -84,7 +84,7 @@ def interleaved(*calls: Callable[[], object], runs: int = RUNS) -> list[list[flo
     return times
 
 
-def measure() -> list[tuple[str, float, float, float]]:
+def measure() -> list[tuple[str, float, float, float | None]]:
     """(what, ours in ms, by hand in ms, goal of the ratio) of every comparison."""
     mesh = Mesh(dp=2)
     slots = tuple(Slot("echo", rank, "this machine", "cpu", (), 0.0, 1, mesh.at(rank)) for rank in range(2))
@@ -103,6 +103,7 @@ def measure() -> list[tuple[str, float, float, float]]:
         shared = echo.identity.sync(batch)
         refs = [ray.put(compact_by_hand(table, 0, half)), ray.put(compact_by_hand(table, half, ROWS))]
 
+        # No goal here: ours brings the light columns to the driver besides, by hand nothing comes.
         def refs_by_hand() -> None:
             out = [a.identity.remote(ref) for a, ref in zip(actors, refs, strict=True)]
             ray.wait(out, num_returns=2, fetch_local=False)
@@ -120,7 +121,7 @@ def measure() -> list[tuple[str, float, float, float]]:
             ("no-op, both actors", echo.noop.sync, lambda: ray.get([a.noop.remote() for a in actors]), 1.3, 200),
             ("no-op, ten awaited", awaited(one.noop), awaited(actors[0].noop.remote), 1.3, 20),
             ("identity, there and back", lambda: echo.identity.sync(batch).fetch_sync(), by_hand, 1.2, RUNS),
-            ("identity, references", lambda: echo.identity.sync(shared), refs_by_hand, 1.2, RUNS),
+            ("identity, references", lambda: echo.identity.sync(shared), refs_by_hand, None, RUNS),
         ):
             mine, theirs = interleaved(ours, plain, runs=runs)
             rows.append((what, median(mine), median(theirs), goal))
@@ -133,7 +134,7 @@ def main() -> None:
         f"Calls through a group of actors; the batch has {ROWS} rows of {PROMPT} + {RESPONSE} tokens",
         ("call", "rolegraph, ms", "by hand, ms", "ratio", "goal"),
         [
-            (what, f"{ours:.2f}", f"{plain:.2f}", f"{ours / plain:.2f}", f"<= {goal}")
+            (what, f"{ours:.2f}", f"{plain:.2f}", f"{ours / plain:.2f}", f"<= {goal}" if goal else "-")
             for what, ours, plain, goal in measure()
         ],
     )
