@@ -183,7 +183,7 @@ class RoleGraph:
             seat = reservation.seat(slot)
             context = self._context(role, slot, seat.device_ids)
             log_file = str(Path(self.options.run_dir, "logs", f"{role}-{slot.rank}.log").resolve())
-            env = {**process_env(slot, seat.device_ids), **spec.env}
+            env = {**process_env(slot, seat.device_ids), **spec.role_class.environment, **spec.env}
             launch = Launch(pickled, context, env, sys_path, log_file)
             name = f"{self.options.exp_name}/{role}/{slot.rank}" + (f" try {attempt}" if attempt > 1 else "")
             try:

@@ -17,8 +17,9 @@ Inside a role, `Scorer.score(self, rows)` runs the plain method (an endpoint of 
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, ClassVar, Concatenate, Generic, Literal, ParamSpec, Protocol, Self, TypeVar, cast, overload
 
 P = ParamSpec("P")
@@ -247,6 +248,8 @@ class Role:
     """Calls of a `queue` endpoint that one replica works on at a time."""
     queue_rows: ClassVar[int] = 1
     """Rows of one such call."""
+    environment: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Environment variables of the role's processes, beside those that every role gets."""
 
     def __init__(self, config: Any, context: RoleContext) -> None:
         self.config = config

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
 from rolegraph.batch import Batch
@@ -31,6 +32,15 @@ class MegatronTrain(TrainRole):
     """
 
     Config: ClassVar[type[MegatronTrainConfig]] = MegatronTrainConfig
+    environment: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            # glibc would unmap large blocks when freed, and page them in again for the next micro-batch, which costs
+            # more than the arithmetic on them; and it would give this thread an arena that holds no large blocks.
+            "MALLOC_ARENA_MAX": "1",
+            "MALLOC_MMAP_THRESHOLD_": str(2**30),
+            "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
+        }
+    )
     config: MegatronTrainConfig
     _loss: tuple[LossSpec, Loss] | None = None
     _sender: WeightSender | None = None
@@ -159,26 +169,9 @@ class MegatronTrain(TrainRole):
         torch.set_num_threads(self.context.threads)
         if self.context.device == "cuda":
             torch.cuda.set_device(0)
-        else:
-            _keep_freed_memory()
         if self.context.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
             # Filling every fresh tensor is for finding reads of uninitialised memory; it costs a pass over each.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.manual_seed(self.config.seed if self.config.seed is not None else self.context.seed)
-
-
-def _keep_freed_memory() -> None:
-    """Tell glibc to reuse large freed blocks instead of unmapping them.
-
-    Activations and gradients are allocated anew each micro-batch; the page faults of fresh memory cost more than the
-    arithmetic on it (0.6 against 10 GB/s). Elsewhere than on glibc nothing happens.
-    """
-    trim_threshold, mmap_threshold = -1, -3
-    try:
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(mmap_threshold, 2**30)
-        libc.mallopt(trim_threshold, 2**31 - 1)
-    except (OSError, AttributeError):
-        _log.debug("no glibc: large blocks go back to the system when freed")
