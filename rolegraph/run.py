@@ -24,7 +24,6 @@ from rolegraph.placement import Inventory, Plan, plan, requests, this_machine
 from rolegraph.role import Role
 from rolegraph.telemetry import Telemetry
 from rolegraph.telemetry.report import write_report
-from rolegraph.telemetry.samples import save_here, save_in_task
 from rolegraph.weights import WeightSync
 
 
@@ -62,7 +61,7 @@ async def _run(config: RunConfig, run_dir: Path) -> None:
         name=_exp_name(config),
         config=config.tree,
         samples_every=config.logger.samples_every,
-        save_samples=save_in_task if config.use_ray else save_here,
+        use_ray=config.use_ray,
     )
     async with AsyncExitStack() as stack:
         stack.callback(telemetry.close)

@@ -12,9 +12,7 @@ from rolegraph.batch import Batch
 from rolegraph.telemetry.loggers import open_trackers
 from rolegraph.telemetry.metrics import MetricsLog, plain
 from rolegraph.telemetry.progress import Progress, duration
-
-SaveSamples = Callable[[Batch, str], None]
-"""Writes a batch to a Parquet file, away from the driver."""
+from rolegraph.telemetry.samples import FINISH_S, SampleFiles
 
 
 class Telemetry:
@@ -33,7 +31,7 @@ class Telemetry:
         name: str = "run",
         config: Mapping[str, Any] | None = None,
         samples_every: int = 0,
-        save_samples: SaveSamples | None = None,
+        use_ray: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.run_dir = run_dir
@@ -41,7 +39,8 @@ class Telemetry:
         self._log = MetricsLog(run_dir / "metrics.jsonl")
         self._trackers = open_trackers(loggers, run_dir, name, config or {})
         self.progress = Progress(roles)
-        self._samples_every, self._save_samples = samples_every, save_samples
+        self._samples_every = samples_every
+        self._files = SampleFiles(run_dir / "samples", use_ray=use_ray)
         self._started = self._last_step = clock()
         self._seconds: dict[str, float] = {}
         self._stage, self._offset, self._total = "", 0, 0
@@ -86,19 +85,25 @@ class Telemetry:
 
     def samples(self, step: int, batch: Batch) -> None:
         """Keep this step's rows as `samples/step-N.parquet` when the config asks for this step."""
-        if self._save_samples is not None and self._samples_every and step % self._samples_every == 0:
-            self._save_samples(batch, str(self.run_dir / "samples" / f"step-{self._offset + step}.parquet"))
+        if self._samples_every and step % self._samples_every == 0:
+            self._files.save(batch, f"step-{self._offset + step}.parquet")
+            self._tell_faults()
 
     def event(self, text: str) -> None:
         """Tell the person at the terminal something that stays on the screen."""
         self.progress.say(text)
 
     def close(self) -> None:
-        """Close files, trackers and the display."""
+        """Close files, trackers and the display; samples that are being written get a moment to be whole."""
+        self._tell_faults(FINISH_S)
         self.progress.close()
         self._log.close()
         for tracker in self._trackers:
             tracker.close()
+
+    def _tell_faults(self, wait_s: float = 0.0) -> None:
+        for fault in self._files.faults(wait_s):
+            self.event(f"samples were not saved: {fault}")
 
     @property
     def elapsed(self) -> str:

@@ -5,6 +5,7 @@ Run as a program with the arguments of `main`; prints one JSON line with the sec
 
 from __future__ import annotations
 
+import itertools
 import json
 import resource
 import sys
@@ -62,7 +63,7 @@ def main(model: str, prompts: str, num_prompts: str, generations: str, max_token
         callbacks=[Clock()],
     )
     trainer.train()
-    spans = [end - start for start, end in zip(ends, ends[1:], strict=False)]
+    spans = [end - start for start, end in itertools.pairwise(ends)]
     figures = {
         "first_step_s": ends[0] - started,
         "step_s": spans,

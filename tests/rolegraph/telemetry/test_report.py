@@ -18,8 +18,10 @@ def test_the_report_shows_each_stage_and_its_curves(tmp_path: Path) -> None:
     path = write_report(tmp_path, "a <title>")
     assert path is not None
     text = path.read_text()
-    assert "a &lt;title&gt;" in text and "a <title>" not in text
-    assert "sft: 1 steps" in text and "grpo: 3 steps" in text
+    assert "a &lt;title&gt;" in text
+    assert "a <title>" not in text
+    assert "sft: 1 steps" in text
+    assert "grpo: 3 steps" in text
     assert "0.5 → 1" in text, "the reward's first and last value"
     assert "<td>train</td><td>1.00</td><td>50%</td>" in text
     assert text.index("grpo: 3 steps") < text.index("sft: 1 steps"), "the main stage comes first"

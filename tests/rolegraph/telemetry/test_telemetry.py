@@ -5,6 +5,7 @@ import json
 import sqlite3
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
@@ -14,6 +15,7 @@ from rolegraph.telemetry import Telemetry, read_metrics
 from rolegraph.telemetry.loggers import open_trackers
 from rolegraph.telemetry.metrics import MetricsLog, is_timing
 from rolegraph.telemetry.progress import Progress, duration
+from rolegraph.telemetry.samples import SampleFiles
 
 
 class Clock:
@@ -89,13 +91,27 @@ def test_metrics_stay_valid_json_and_lose_a_torn_line(tmp_path: Path) -> None:
 
 
 def test_samples_are_written_every_so_many_steps(tmp_path: Path) -> None:
-    saved: list[str] = []
-    telemetry = Telemetry(tmp_path, samples_every=2, save_samples=lambda batch, path: saved.append(Path(path).name))
+    telemetry = Telemetry(tmp_path, samples_every=2)
     telemetry.stage("grpo", 4)
-    batch = Batch.from_columns({"uid": ["a"]})
+    batch = Batch.from_columns({"uid": ["a"], "response_ids": [[1, 2]]})
     for step in range(1, 5):
         telemetry.samples(step, batch)
-    assert saved == ["step-2.parquet", "step-4.parquet"]
+    assert {path.name for path in (tmp_path / "samples").iterdir()} == {"step-2.parquet", "step-4.parquet"}
+    assert pq.read_table(tmp_path / "samples" / "step-2.parquet").to_pylist() == [{"uid": "a", "response_ids": [1, 2]}]
+
+
+@pytest.mark.parametrize("use_ray", [False, pytest.param(True, marks=pytest.mark.ray)])
+def test_samples_that_cannot_be_written_are_told_and_stop_nothing(
+    use_ray: bool, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if use_ray:
+        request.getfixturevalue("ray_cluster")
+    (tmp_path / "samples").write_text("a file where the folder would be")
+    files = SampleFiles(tmp_path / "samples", use_ray=use_ray)
+    files.save(Batch.from_columns({"uid": ["a"], "response_ids": [[1, 2]]}), "step-1.parquet")
+    (fault,) = files.faults(wait_s=60)
+    assert "samples" in fault
+    assert files.faults() == []
 
 
 def test_tensorboard_files_hold_the_numbers(tmp_path: Path) -> None:
