@@ -95,7 +95,16 @@ def _user_choice(config: VLLMRolloutConfig, values: dict[str, Any]) -> dict[str,
     return {k: v for k, v in config.engine_kwargs.items() if k in values and k not in merged}
 
 
+def _refuse_experts(config: VLLMRolloutConfig) -> None:
+    if "num_experts" in model_config(config.model or ""):
+        raise ConfigError(
+            f"rollout.model={config.model}: vLLM on a CPU does not take new weights into a mixture of experts (it fails, "
+            "or goes on with wrong ones); use a dense model, or GPUs"
+        )
+
+
 def _cpu_values(config: VLLMRolloutConfig) -> dict[str, Any]:
+    _refuse_experts(config)
     length = config.max_model_len or int(model_config(config.model or "")["max_position_embeddings"])
     dtype = config.dtype if config.dtype != "auto" else cpu_dtype()
     return {

@@ -1,0 +1,18 @@
+"""What is refused before an engine starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from roles.rollout.arguments import _cpu_values
+from roles.rollout.config import VLLMRolloutConfig
+from rolegraph.errors import ConfigError
+
+
+def test_a_mixture_of_experts_is_refused_on_a_cpu(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "num_experts": 4}))
+    with pytest.raises(ConfigError, match="mixture of experts"):
+        _cpu_values(VLLMRolloutConfig(model=str(tmp_path)))
