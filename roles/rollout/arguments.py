@@ -98,7 +98,7 @@ def _user_choice(config: VLLMRolloutConfig, values: dict[str, Any]) -> dict[str,
 def _refuse_experts(config: VLLMRolloutConfig) -> None:
     if "num_experts" in model_config(config.model or ""):
         raise ConfigError(
-            f"rollout.model={config.model}: vLLM on a CPU does not take new weights into a mixture of experts (it fails, "
+            f"rollout.model={config.model}: vLLM on a CPU does not reload a mixture of experts (it fails, "
             "or goes on with wrong ones); use a dense model, or GPUs"
         )
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from rolegraph.errors import ConfigError
 from roles.rollout.arguments import _cpu_values
 from roles.rollout.config import VLLMRolloutConfig
-from rolegraph.errors import ConfigError
 
 
 def test_a_mixture_of_experts_is_refused_on_a_cpu(tmp_path: Path) -> None:
