@@ -72,6 +72,7 @@ async def _run(config: RunConfig, run_dir: Path) -> None:
         loading = asyncio.create_task(_load(config, model_path))
         stack.callback(loading.cancel)
         graph = await stack.enter_async_context(_graph(config, placed, run_dir))
+        stack.callback(telemetry.finish_samples)
         dataset = await loading
         for line in dataset.report.lines():
             telemetry.event(line)
@@ -141,9 +142,15 @@ def _weight_sync(config: RunConfig, placed: Plan, graph: RoleGraph) -> WeightSyn
     """The way from `train` to `rollout`, by the devices both are on."""
     if "train" not in graph.groups or "rollout" not in graph.groups:
         return None
-    backend = "gloo"
-    if placed.device == "cuda":
-        backend = "ipc" if "rollout" in placed.group_of("train") else "nccl"
+    on_gpus = {slot.device_ids for role in ("train", "rollout") for slot in placed.roles[role]}
+    if placed.device == "cpu":
+        backend = "gloo"
+    elif "rollout" not in placed.group_of("train"):
+        backend = "nccl"
+    else:
+        # Two processes on one GPU hand over memory; NCCL refuses them, and an engine that spans more GPUs than the
+        # sending rank's cannot open its memory everywhere: those go through the host.
+        backend = "ipc" if len(on_gpus) == 1 and len(next(iter(on_gpus))) == 1 else "gloo"
     return WeightSync(graph.groups["train"].handle, [graph.groups["rollout"].handle], backend=backend)
 
 

@@ -93,9 +93,12 @@ class Telemetry:
         """Tell the person at the terminal something that stays on the screen."""
         self.progress.say(text)
 
-    def close(self) -> None:
-        """Close files, trackers and the display; samples that are being written get a moment to be whole."""
+    def finish_samples(self) -> None:
+        """Give samples that are being written a moment to be whole; to be called while the workers still run."""
         self._tell_faults(FINISH_S)
+
+    def close(self) -> None:
+        """Close files, trackers and the display."""
         self.progress.close()
         self._log.close()
         for tracker in self._trackers:

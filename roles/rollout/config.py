@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from rolegraph.config.schema import RunConfig
+
+MAX_TEMPERATURE = 2.0
+"""vLLM's own limit."""
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -44,6 +51,17 @@ class VLLMRolloutConfig:
     """Seed of draws without a seed of their own. Null: the run's."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further fields of vLLM's EngineArgs, checked against them when the engine starts."""
+
+    def check(self, run: RunConfig) -> Iterator[str]:
+        """What does not go together with the rest of the run."""
+        temperature = getattr(run.algorithm.config, "temperature", 1.0)
+        if temperature > MAX_TEMPERATURE:
+            yield f"algorithm.temperature={temperature}: vLLM samples at {MAX_TEMPERATURE:g} at most"
+        if not run.use_ray and "train" in run.roles:
+            yield (
+                "use_ray=false puts all roles in one process, and vLLM and Megatron-core both need that process's "
+                "torch.distributed for themselves: set use_ray=true (algorithm=sft and algorithm=pt run without Ray)"
+            )
 
     def problems(self) -> list[str]:
         """What is wrong with these settings, one sentence each, with the key and what to type."""

@@ -18,9 +18,9 @@ EXACT = (
     "deterministic=true",
     "max_steps=4",
     "algorithm.num_iterations=2",
-    "algorithm.beta=0.05",
-    "train.lr=1e-3",
-    "algorithm.warm_start={max_steps: 5, lr: 3e-3}",
+    "algorithm.beta=0.5",
+    "train.lr=3e-3",
+    "algorithm.warm_start={max_steps: 20, lr: 3e-3}",
     "logger.samples_every=1",
     *SMALL,
 )
@@ -35,7 +35,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 def test_two_runs_with_one_seed_agree_bit_for_bit(one_rank: Finished, tmp_path: Path) -> None:
     again = run(*EXACT, folder=tmp_path)
     assert again.figures == one_rank.figures
-    assert len(again.figures) == 9
+    assert len(again.figures) == 24
 
 
 def test_tensor_parallel_training_on_devices_of_its_own_gives_the_same_losses(
@@ -44,8 +44,10 @@ def test_tensor_parallel_training_on_devices_of_its_own_gives_the_same_losses(
     layout = ("placement=separate", "rollout.replicas=2", "train.ranks=2", "train.tensor_model_parallel_size=2")
     split = run(*EXACT, *layout, folder=tmp_path)
     for ours, theirs in zip(split.figures, one_rank.figures, strict=True):
-        for key in ("loss", "entropy", "grad_norm", "kl"):
-            assert ours.get(key) == pytest.approx(theirs.get(key), abs=1e-4, rel=1e-3), (ours["step"], key)
+        compared = {"loss", "entropy", "grad_norm", "kl"} & theirs.keys()
+        assert {"loss", "grad_norm"} <= compared
+        for key in compared:
+            assert ours[key] == pytest.approx(theirs[key], abs=1e-4, rel=1e-3), (ours["step"], key)
     assert any(abs(row["loss"]) > 1e-3 for row in split.figures if row["stage"] == "grpo"), "losses worth comparing"
 
 
@@ -72,8 +74,8 @@ def test_a_run_leaves_what_it_did(one_rank: Finished) -> None:
 
 def test_samples_are_saved_with_their_tokens_and_rewards(one_rank: Finished) -> None:
     # A generation feeds two steps; its samples are saved once, under the first.
-    assert {path.name for path in one_rank.folder.glob("samples/*")} == {"step-6.parquet", "step-8.parquet"}
-    rows = pq.read_table(one_rank.folder / "samples" / "step-6.parquet").to_pylist()
+    assert {path.name for path in one_rank.folder.glob("samples/*")} == {"step-21.parquet", "step-23.parquet"}
+    rows = pq.read_table(one_rank.folder / "samples" / "step-21.parquet").to_pylist()
     assert len({(row["uid"], row["repeat"]) for row in rows}) == len(rows) == 32
     for row in rows:
         assert len(row["response_ids"]) == len(row["rollout_logprobs"]) == row["response_length"]

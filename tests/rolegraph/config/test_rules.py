@@ -132,3 +132,11 @@ def test_config_classes_contribute_rules(user: Folder) -> None:
     message = faults(user, "algorithm=rule", "train=megatron", "algorithm.size=9999")
     assert "algorithm.size=9999 is more than data.max_length=64" in message
     assert "from command line: algorithm.size=9999" in message
+
+
+def test_vllm_and_megatron_do_not_share_a_process(user: Folder) -> None:
+    assert "torch.distributed" in faults(user, "use_ray=false", "model=tiny")
+
+
+def test_vllm_has_a_hottest_temperature(user: Folder) -> None:
+    assert "algorithm.temperature=2.5: vLLM samples at 2 at most" in faults(user, "algorithm.temperature=2.5")
