@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
 import sys
+import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from rolegraph.telemetry import read_metrics
 from rolegraph.telemetry.metrics import is_timing
@@ -33,6 +38,9 @@ SMALL = (
 """A GRPO run of a few seconds after its start."""
 
 
+GONE_WITHIN_S = 5.0
+
+
 @dataclass(frozen=True)
 class Finished:
     """A run that came to its end."""
@@ -54,14 +62,34 @@ class Finished:
         return int(found[1])
 
 
+MARK = "ROLEGRAPH_TEST_RUN"
+"""Set for a command and inherited by all it starts, so that what stays behind is found."""
+
+
 def rolegraph(*words: str, cwd: Path, timeout_s: float = 280.0) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a process of its own."""
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    """Run the command line in a process of its own; fails when any process of it outlives it."""
+    mark = uuid.uuid4().hex
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), MARK: mark}
     env.pop("OMP_NUM_THREADS", None)
     command = [sys.executable, "-c", DRIVER, *words]
-    return subprocess.run(
+    done = subprocess.run(
         command, cwd=cwd, env=env, timeout=timeout_s, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
+    deadline = time.monotonic() + GONE_WITHIN_S
+    while (left := marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not left, f"still running after the command has ended: {left}"
+    return done
+
+
+def marked(mark: str) -> list[str]:
+    """The processes of a command, by what they were started as."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline())[:200])
+    return found
 
 
 def run(*overrides: str, folder: Path, timeout_s: float = 280.0) -> Finished:

@@ -1,0 +1,51 @@
+"""Every command that the README and the examples show works as shown."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.runs import SMALL, logs, rolegraph, run
+
+ROOT = Path(__file__).parents[1]
+PAGES = (ROOT / "README.md", *sorted(ROOT.glob("examples/*/README.md")))
+
+
+def commands(kind: str) -> list[str]:
+    """The indented `rolegraph KIND ...` lines of all pages, each once, without those shown to fail."""
+    lines = [line for page in PAGES for line in page.read_text().splitlines()]
+    found = [line.strip() for line in lines if re.match(rf" +rolegraph {kind} ", line)]
+    return list(dict.fromkeys(found))
+
+
+@pytest.mark.parametrize("command", commands("plan"))
+def test_plans_of_the_pages(command: str) -> None:
+    done = rolegraph(*shlex.split(command)[1:], cwd=ROOT)
+    assert done.returncode == 0, done.stdout
+    assert "Placement" in done.stdout
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("command", commands("run"))
+def test_runs_of_the_pages(command: str, tmp_path: Path) -> None:
+    done = run(*shlex.split(command)[2:], *SMALL, folder=tmp_path)
+    assert len(done.metrics) == 3, done.output + logs(tmp_path)
+
+
+def test_the_fault_that_the_readme_shows() -> None:
+    page = (ROOT / "README.md").read_text()
+    shown = re.search(r"    \$ (rolegraph run .*)\n((?:    .*\n)+)", page)
+    assert shown is not None
+    done = rolegraph(*shlex.split(shown[1])[1:], cwd=ROOT)
+    assert done.returncode == 2
+    message = [line.strip() for line in shown[2].splitlines()]
+    assert message == [line.strip() for line in done.stdout.splitlines()][: len(message)]
+
+
+def test_the_pages_have_commands_of_each_kind() -> None:
+    assert len(commands("plan")) >= 4
+    assert len(commands("run")) >= 2
