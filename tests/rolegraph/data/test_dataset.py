@@ -22,17 +22,21 @@ def _draw(batches: Batches, count: int) -> list[list[str]]:
     return [next(batches)["uid"].to_pylist() for _ in range(count)]
 
 
-@given(rows=st.integers(1, 20), size=st.integers(1, 25), seed=st.integers(0, 5), shuffle=st.booleans())
-def test_every_epoch_has_every_row_once(rows: int, size: int, seed: int, shuffle: bool) -> None:
+@given(size=st.integers(1, 12), more=st.integers(0, 20), seed=st.integers(0, 5), shuffle=st.booleans())
+def test_every_epoch_has_every_row_once_and_no_batch_has_one_twice(
+    size: int, more: int, seed: int, shuffle: bool
+) -> None:
+    rows = size + more
     drawn = _draw(Batches(_rows(rows), size, seed, shuffle=shuffle), 3 * rows)
-    assert all(len(batch) == size for batch in drawn)
+    assert all(len(set(batch)) == len(batch) == size for batch in drawn)
     flat = [uid for batch in drawn for uid in batch]
     for start in range(0, len(flat) - rows + 1, rows):
         assert len(set(flat[start : start + rows])) == rows
 
 
-@given(rows=st.integers(1, 12), size=st.integers(1, 15), before=st.integers(0, 6))
-def test_a_restored_iterator_goes_on_as_the_first_would(rows: int, size: int, before: int) -> None:
+@given(size=st.integers(1, 8), more=st.integers(0, 12), before=st.integers(0, 12))
+def test_a_restored_iterator_goes_on_as_the_first_would(size: int, more: int, before: int) -> None:
+    rows = size + more
     first = Batches(_rows(rows), size, 1)
     _draw(first, before)
     state = json.loads(json.dumps(first.state()))
@@ -41,6 +45,19 @@ def test_a_restored_iterator_goes_on_as_the_first_would(rows: int, size: int, be
     expected = _draw(first, 4)
     assert _draw(second, 4) == expected
     assert _draw(Batches(_rows(rows), size, 1, start=before * size), 4) == expected
+
+
+def test_an_epoch_begun_with_batches_of_another_size_ends_with_its_own_rows() -> None:
+    first = Batches(_rows(7), 5, 1)
+    begun = _draw(first, 2)[1][2:]  # 7 = 5 + 2: the second batch has three rows of the second epoch
+    second = Batches(_rows(7), 2, 1)
+    second.restore(first.state())
+    assert sorted(begun + [uid for batch in _draw(second, 2) for uid in batch]) == _rows(7)["uid"].to_pylist()
+
+
+def test_fewer_rows_than_a_batch_is_an_error_with_both_numbers_and_the_keys() -> None:
+    with pytest.raises(DataError, match=r"takes 4 rows.*has 3.*global_batch_size.*num_generations.*data\.size"):
+        Dataset(_rows(3), Report()).batches(4, seed=0)
 
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
