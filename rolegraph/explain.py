@@ -93,7 +93,10 @@ def arithmetic(run: RunConfig, placed: Plan) -> Iterator[tuple[str, str]]:
         yield "a step", f"{size} rows"
     if train := placed.roles.get("train"):
         yield from _train_arithmetic(run, size, train[0].mesh.dp)
-    yield "in all", f"{run.max_steps} steps, {run.max_steps * size} {'samples' if group else 'rows'}"
+    if run.max_steps is None:
+        yield "in all", "one pass over the dataset (max_steps=null)"
+    else:
+        yield "in all", f"{run.max_steps} steps, {run.max_steps * size} {'samples' if group else 'rows'}"
 
 
 def _train_arithmetic(run: RunConfig, size: int, data_parallel: int) -> Iterator[tuple[str, str]]:

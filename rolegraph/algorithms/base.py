@@ -60,5 +60,5 @@ class Algorithm:
 
     def steps(self, rows_per_step: float) -> int:
         """Optimizer steps of the run: `max_steps`, or as many as a pass over the dataset has."""
-        wanted: int | None = self.job.config.max_steps
+        wanted = self.job.config.max_steps
         return math.ceil(len(self.job.dataset) / rows_per_step) if wanted is None else wanted

@@ -161,6 +161,17 @@ def every_rank_has_rows(run: RunConfig) -> Iterator[str]:
         )
 
 
+def schedules_end(run: RunConfig) -> Iterator[str]:
+    """A learning rate that falls to the end of the run needs to know where that is."""
+    for role, spec in run.roles.items():
+        schedule = getattr(spec.config, "lr_schedule", "constant")
+        if schedule != "constant" and run.max_steps is None and spec.config.decay_steps is None:
+            yield (
+                f"{role}.lr_schedule={schedule} ends with the run, and max_steps=null leaves that to the dataset: set "
+                f"{role}.decay_steps, or max_steps"
+            )
+
+
 def one_process_suffices(run: RunConfig) -> Iterator[str]:
     """Without Ray there is one rank and one replica."""
     if run.use_ray:
@@ -179,6 +190,7 @@ RULES: list[Callable[[RunConfig], Iterator[str]]] = [
     context_parallelism_works,
     rewards_have_a_role,
     every_rank_has_rows,
+    schedules_end,
     one_process_suffices,
 ]
 

@@ -44,8 +44,8 @@ class RootConfig:
     """false runs every role in this process, for debugging, where the graph allows it."""
     output_dir: str | None = None
     """Where the run writes; null: outputs/NAME/TIME."""
-    max_steps: Annotated[int, Ge(1)] = 100
-    """Optimizer steps of the run; a warm start counts its own."""
+    max_steps: Annotated[int, Ge(1)] | None = 100
+    """Optimizer steps of the run, a warm start's aside; null: one pass over the dataset."""
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -76,7 +76,7 @@ class RunConfig:
     ray_exp_name: str | None
     use_ray: bool
     output_dir: str | None
-    max_steps: int
+    max_steps: int | None
     algorithm: Spec
     roles: Mapping[str, Spec]
     placement: PlacementConfig

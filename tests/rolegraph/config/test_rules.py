@@ -107,6 +107,16 @@ def test_derived_values(user: Folder) -> None:
     assert load(["algorithm=mine"], config_dir=str(user)).run.roles["train"].config.reference is None
 
 
+def test_one_pass_over_the_dataset_has_no_number_of_steps(user: Folder) -> None:
+    run = load(["algorithm=mine", "max_steps=null"], config_dir=str(user)).run
+    assert run.max_steps is None
+    assert run.roles["train"].config.decay_steps is None
+    message = faults(user, "max_steps=null", "train.lr_schedule=cosine")
+    assert "train.lr_schedule=cosine ends with the run" in message
+    assert "set train.decay_steps, or max_steps" in message
+    load(["algorithm=mine", "max_steps=null", "train.lr_schedule=cosine", "train.decay_steps=9"], config_dir=str(user))
+
+
 def test_config_classes_contribute_rules(user: Folder) -> None:
     user.write(
         "rolegraph_rule_code.py",
