@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 SourceName = Literal["jsonl", "parquet", "huggingface", "reasoning_gym"]
 
 _NEEDS: dict[str, str] = {"jsonl": "path", "parquet": "path", "huggingface": "path", "reasoning_gym": "task"}
 _ONLY_FOR: dict[str, str] = {
-    "name": "huggingface",
-    "revision": "huggingface",
-    "task": "reasoning_gym",
-    "task_config": "reasoning_gym",
+    **dict.fromkeys(("name", "split", "revision"), "huggingface"),
+    **dict.fromkeys(("task", "task_config", "size", "seed", "question_format", "answer_format"), "reasoning_gym"),
 }
 
 
@@ -82,8 +80,9 @@ class DataConfig:
         if not getattr(self, need):
             found.append(f"data.source={self.source} needs data.{need}: set data.{need}=...")
         for key, source in _ONLY_FOR.items():
-            if getattr(self, key) and source != self.source:
-                found.append(f"data.{key} is for data.source={source}, and data.source is {self.source}: remove it")
+            if source != self.source and self._is_set(key):
+                advice = "remove it" if key != "size" else "use data.limit"
+                found.append(f"data.{key} is for data.source={source}, and data.source is {self.source}: {advice}")
         if self.source == "reasoning_gym" and self.path:
             found.append("data.path is not for data.source=reasoning_gym: remove it, or choose another source")
         if self.source == "huggingface" and not isinstance(self.path, str | None):
@@ -102,3 +101,7 @@ class DataConfig:
             if "." not in path:
                 found.append(f"data.preprocessors: {path!r} is no import path: write module.function")
         return found
+
+    def _is_set(self, key: str) -> bool:
+        (default,) = (f.default for f in fields(self) if f.name == key)
+        return getattr(self, key) not in (default, {})

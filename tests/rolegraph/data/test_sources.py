@@ -145,6 +145,12 @@ def test_reasoning_gym_rows_and_its_errors() -> None:
         ({"source": "jsonl", "path": "x", "max_length": 0}, "data.max_length=0"),
         ({"source": "jsonl", "path": "x", "limit": 0}, "data.limit=0"),
         ({"source": "jsonl", "path": "x", "preprocessors": ("f",)}, "'f' is no import path"),
+        (
+            {"source": "jsonl", "path": "x", "size": 9},
+            "data.size is for data.source=reasoning_gym, and data.source is jsonl",
+        ),
+        ({"source": "jsonl", "path": "x", "split": "test"}, "data.split is for data.source=huggingface"),
+        ({"source": "parquet", "path": "x", "answer_format": "<{answer}>"}, "data.answer_format is for"),
     ],
 )
 def test_settings_that_cannot_go_together(config: dict[str, Any], message: str) -> None:
