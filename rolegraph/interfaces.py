@@ -70,6 +70,20 @@ class TransferGroup:
     timeout_s: float
 
 
+FAULT_REASONS = (
+    "timeout",
+    "crash",
+    "exception",
+    "not_a_list",
+    "wrong_length",
+    "none",
+    "not_a_number",
+    "not_finite",
+    "other",
+)
+"""Why a reward function gave no reward for a row; a number in a column `reward_faults/NAME` is 1 + the index here."""
+
+
 def first_rank(results: Sequence[Metrics]) -> Metrics:
     """Keep rank 0's metrics: train ranks reduce theirs over the whole group before they return."""
     return results[0]
@@ -189,9 +203,10 @@ class ORMRole(Role):
 
     @endpoint(dispatch="queue")
     def score(self, batch: Batch) -> Batch:
-        """Adds `rewards/NAME` (float64, null where a function gave none) a function, `reward` (their weighted sum
+        """Score each row with every function.
 
-        over the rewards that are there; null when none is), `response_text`, and `reward_faults` (int32, functions
-        that gave no reward for the row).
+        Adds `rewards/NAME` (float64, null where a function gave none) and `reward_faults/NAME` (int8, 0, or why it gave
+        none, see `FAULT_REASONS`) a function, `reward` (their weighted sum over the rewards that are there; null when
+        none is), `reward_faults` (int32, functions that gave no reward for the row), and `response_text`.
         """
         raise NotImplementedError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from rolegraph.batch import Batch
-from rolegraph.interfaces import Metrics
+from rolegraph.interfaces import FAULT_REASONS, Metrics
 from rolegraph.losses.advantages import Groups
 
 
@@ -20,7 +20,7 @@ def of_samples(samples: Batch, groups: Groups, version: int) -> Metrics:
 
 
 def of_rewards(samples: Batch) -> Metrics:
-    """Mean and standard deviation of the rewards there are, the means of their parts, and what is missing."""
+    """Mean and standard deviation of the rewards there are, the means of their parts, what is missing, and why."""
     reward = samples.numpy("reward")
     found: Metrics = {
         "reward/mean": _mean(reward),
@@ -32,6 +32,14 @@ def of_rewards(samples: Batch) -> Metrics:
     for name in samples.column_names:
         if name.startswith("rewards/"):
             found[f"{name}/mean"] = _mean(samples.numpy(name))
+        elif name.startswith("reward_faults/"):
+            counts = np.bincount(samples.numpy(name), minlength=len(FAULT_REASONS) + 1)[1:]
+            function = name.removeprefix("reward_faults/")
+            found |= {
+                f"rewards/{function}/faults/{reason}": float(count)
+                for reason, count in zip(FAULT_REASONS, counts, strict=True)
+                if count
+            }
     return found
 
 

@@ -26,7 +26,13 @@ SHARD_ROWS = 64
 """Rows of one object in the store: a reader of a few rows does not pull the data set."""
 _ENCODE_ROWS = 512
 
-RESERVED = frozenset(KNOWN_TYPES) | {"teacher_ids", "teacher_logprobs", "response_text"}
+RESERVED = frozenset(KNOWN_TYPES) | {
+    "teacher_ids",
+    "teacher_logprobs",
+    "ref_kl",
+    "response_text",
+    "reward_reasons",
+}
 """Columns that rolegraph itself writes; a data set's column of such a name has to be renamed."""
 
 
@@ -250,7 +256,7 @@ def _cut(row: Encoded, needs: Needs, limit: int) -> Encoded | None:
 
 def _shards(kept: list[Encoded], needs: Needs, report: Report) -> list[Batch]:
     names = dict.fromkeys(name for row in kept for name in row.columns)
-    taken = [name for name in names if name in RESERVED or name.startswith("rewards/")]
+    taken = [name for name in names if name in RESERVED or name.startswith(("rewards/", "reward_faults/"))]
     if taken:
         raise DataError(
             f"the data set has a column {taken[0]!r}, a name of rolegraph's own: rename it with "

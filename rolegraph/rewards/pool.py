@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from rolegraph.errors import RewardError
+from rolegraph.interfaces import FAULT_REASONS
 from rolegraph.rewards.config import FunctionSpec, RewardConfig
 from rolegraph.rewards.nursery import Nursery, Worker
 from rolegraph.rewards.registry import Wants
@@ -108,6 +109,12 @@ class Scores:
 
     values: list[float | None]
     reasons: list[str | None]
+
+    @property
+    def codes(self) -> list[int]:
+        """[rows] 0 where there is a reward, else 1 + the index of the reason in `FAULT_REASONS`."""
+        known = {reason: index for index, reason in enumerate(FAULT_REASONS, 1)}
+        return [0 if reason is None else known.get(reason, known["other"]) for reason in self.reasons]
 
 
 @dataclass

@@ -185,6 +185,13 @@ def test_columns_are_renamed_and_rows_limited(jsonl: Write, tiny_folder: str) ->
     assert "question" not in data.rows
 
 
+@pytest.mark.parametrize("name", ["ref_kl", "reward_reasons", "rewards/judge", "reward_faults/judge"])
+def test_columns_that_a_run_writes_are_refused(jsonl: Write, tiny_folder: str, name: str) -> None:
+    """The trainer's `ref_kl` is taken off the rewards: a dataset's column of that name would be taken for it."""
+    with pytest.raises(DataError, match=f"column '{name}'.*rename it"):
+        _load(jsonl({"prompt": "a", name: 1.0}), tiny_folder)
+
+
 def test_preprocessors(jsonl: Write, tiny_folder: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_rows.py").write_text(
         "def double(row):\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,8 +15,10 @@ from typing import Any
 import pytest
 
 from rolegraph.errors import RewardError
+from rolegraph.interfaces import FAULT_REASONS
+from rolegraph.rewards import pool as pool_module
 from rolegraph.rewards.config import RewardConfig
-from rolegraph.rewards.pool import Budget, VerifierPool, weighted
+from rolegraph.rewards.pool import Budget, Scores, VerifierPool, weighted
 
 PLUGIN = str(Path(__file__).with_name("faulty.py"))
 
@@ -249,6 +252,14 @@ def test_nothing_outlives_a_parent_that_is_killed(tmp_path: Path) -> None:
         parent.wait()
     for pid in (nursery, *map(int, file.read_text().split())):
         assert wait_until(lambda pid=pid: not alive(pid))
+
+
+def test_every_reason_has_a_number() -> None:
+    table = re.findall(r"^\| ([a-z_, ]+) \|", pool_module.__doc__ or "", flags=re.MULTILINE)
+    reasons = {reason for row in table[1:] for reason in row.split(", ")}
+    assert reasons == set(FAULT_REASONS) - {"other"}
+    codes = Scores([1.0, None, None], [None, "timeout", "a reason of a subclass"]).codes
+    assert codes == [0, 1 + FAULT_REASONS.index("timeout"), 1 + FAULT_REASONS.index("other")]
 
 
 def test_weighted_sum_leaves_out_nulls() -> None:
