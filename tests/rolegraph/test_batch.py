@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import doctest
 import pickle
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
-import rolegraph.batch
 from rolegraph.batch import Batch, Ragged
 from rolegraph.columns import compact
 from rolegraph.errors import AlignmentError, BatchError
@@ -24,10 +22,6 @@ def sample(rows: int = 4) -> Batch:
             "text": [f"row {i}" for i in range(rows)],
         }
     )
-
-
-def test_docstring_example_runs() -> None:
-    assert doctest.testmod(rolegraph.batch).failed == 0
 
 
 def test_known_columns_get_their_types() -> None:

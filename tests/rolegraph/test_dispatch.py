@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -72,10 +71,6 @@ def rows(n: int, lengths: list[int] | None = None) -> Batch:
 
 def uids(batch: Batch) -> list[str]:
     return batch["uid"].to_pylist()
-
-
-def test_docstring_examples_run() -> None:
-    assert doctest.testmod(rolegraph.dispatch).failed == 0
 
 
 def test_all_replicates_and_first_asks_rank_0_alone() -> None:

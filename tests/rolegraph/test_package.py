@@ -54,6 +54,38 @@ def test_the_framework_imports_neither_roles_nor_engines(file: Path) -> None:
     assert not {name.split(".")[0] for name in imported(file)} & forbidden
 
 
+def of_this_project(file: Path) -> set[str]:
+    """The modules of this project, without the names in them, that a file imports."""
+    return {name for name in imported(file) if name.split(".")[0] in ("rolegraph", "roles") and is_module(name)}
+
+
+def is_module(name: str) -> bool:
+    """Whether a name is a module or package of the repository."""
+    path = ROOT.joinpath(*name.split("."))
+    return path.is_dir() or path.with_suffix(".py").exists()
+
+
+def within(name: str, packages: set[str]) -> bool:
+    """Whether a module is one of `packages` or below one."""
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def test_algorithms_see_interfaces_batches_and_pure_functions() -> None:
+    known = {f"rolegraph.{name}" for name in ("algorithms", "interfaces", "batch", "role", "losses", "run")}
+    for file in python_files("rolegraph/algorithms"):
+        assert [name for name in of_this_project(file) if name != "rolegraph" and not within(name, known)] == [], file
+        # The run is a type in annotations; at run time it comes as an argument.
+        assert "from rolegraph.run" not in file.read_text().replace("if TYPE_CHECKING:\n    from rolegraph.run", "")
+
+
+def test_roles_know_neither_the_driver_nor_each_other() -> None:
+    driver = {f"rolegraph.{name}" for name in ("algorithms", "run", "graph", "group", "cluster", "cli", "explain")}
+    kinds = {file.parent.name for file in python_files("roles") if file.parent.name != "roles"}
+    for file in python_files("roles"):
+        others = {f"roles.{kind}" for kind in kinds if kind not in file.relative_to(ROOT).parts}
+        assert [name for name in of_this_project(file) if within(name, driver | others)] == [], file
+
+
 def test_config_files_name_things_that_exist() -> None:
     import yaml
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import doctest
 import random
 
 import pytest
 
 from rolegraph.errors import PlanError
-from roles.train import microbatch
 from roles.train.microbatch import plan_microbatches
 
 
@@ -103,7 +101,3 @@ def test_a_row_beyond_the_budget_is_named(padding_free: bool) -> None:
 def test_limits_below_one(limits: dict[str, int], key: str) -> None:
     with pytest.raises(PlanError, match=key):
         plan_microbatches([1], **limits)  # type: ignore[arg-type]
-
-
-def test_examples() -> None:
-    assert doctest.testmod(microbatch).failed == 0

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import doctest
 import math
 
 import pytest
 
-from roles.train import schedule
 from roles.train.schedule import learning_rate
 
 
@@ -41,7 +39,3 @@ def test_errors() -> None:
         learning_rate(1, lr=1.0, schedule="cosine")
     with pytest.raises(ValueError, match="choose constant, linear or cosine"):
         learning_rate(1, lr=1.0, schedule="square")  # type: ignore[arg-type]
-
-
-def test_examples() -> None:
-    assert doctest.testmod(schedule).failed == 0
