@@ -145,6 +145,12 @@ def test_plan_shows_ranks_and_batches(capsys: pytest.CaptureFixture[str]) -> Non
     assert "9999" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["--multirun"], ["--cfg", "job"], ["--config-path", "somewhere"]])
+def test_options_that_a_plan_does_not_have_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.dispatch(["plan", "algorithm=grpo", *words]) == 2
+    assert words[0] in capsys.readouterr().err
+
+
 def test_users_folder(user: Folder, runs: list[RunConfig]) -> None:  # noqa: F811
     assert cli.dispatch(["run", "--config-dir", str(user), "algorithm=mine", "seed=4"]) == 0
     assert runs[0].algorithm.target == "rolegraph_user_code.Mine"

@@ -93,6 +93,8 @@ def test_without_ray(user: Folder) -> None:
     message = faults(user, "use_ray=false", "train.ranks=2", "rollout.tensor_parallel_size=2")
     assert "train.ranks=2 needs processes of its own" in message
     assert "rollout.tensor_parallel_size=2 needs processes of its own" in message
+    message = faults(user, "use_ray=false", "train.pipeline_model_parallel_size=2")
+    assert "train.pipeline_model_parallel_size=2 needs processes of its own" in message
 
 
 def test_derived_values(user: Folder) -> None:

@@ -1,0 +1,89 @@
+"""Real engines that are stopped or killed in the middle of their work."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rolegraph.batch import Batch
+from rolegraph.graph import GraphOptions, RoleGraph
+from rolegraph.group import group_of
+from rolegraph.host import RoleSpec
+from rolegraph.interfaces import SamplingParams
+from rolegraph.models import ModelConfig, ensure
+from rolegraph.placement import Inventory, Node, PlacementConfig, plan, requests
+from roles.rollout.config import VLLMRolloutConfig
+from roles.rollout.vllm import VLLMRollout
+from tests.runs import DRIVER, MARK, SMALL, logs, marked
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+
+
+async def test_rows_of_a_killed_replica_are_generated_by_another(ray_cluster: None, tmp_path: Path) -> None:
+    model = ensure(ModelConfig(maker="rolegraph.models.tiny.make"))
+    spec = RoleSpec(VLLMRollout, VLLMRolloutConfig(replicas=2, cpus=1, model=model, max_model_len=512, seed=0))
+    inventory = Inventory((Node("here", (), 4.0),))
+    placed = plan(inventory, requests({"rollout": spec}), PlacementConfig(device="cpu"))
+    prompts = Batch.from_columns(
+        {"uid": [f"row-{n}" for n in range(48)], "prompt_ids": [[5 + n % 9, 6, 7] for n in range(48)]}
+    )
+    sampling = SamplingParams(n=2, max_tokens=300, ignore_eos=True, seed=1)
+    async with RoleGraph(placed, {"rollout": spec}, GraphOptions(run_dir=str(tmp_path))) as graph:
+        rollout = graph.handle("rollout", VLLMRollout)
+        group = group_of(rollout)
+        whole = asyncio.ensure_future(rollout.generate(prompts, sampling))
+        victim = int((await group.metrics())[1]["pid"])
+        # The actor has no event to wait for.
+        while not any("generate" in metrics["busy"] for metrics in await group.metrics()):  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(1.0)
+        assert not whole.done(), "the replica is to die in the middle"
+        os.kill(victim, signal.SIGKILL)
+        rows = await whole
+        assert group.alive == (0,)
+        again = await rollout.generate(prompts, sampling)
+        tokens, expected = (await rows.fetch(["response_ids"])), (await again.fetch(["response_ids"]))
+    assert rows["uid"].to_pylist() == [f"row-{n // 2}" for n in range(96)]
+    assert rows.numpy("repeat").tolist() == [0, 1] * 48
+    assert all(
+        np.array_equal(a, b) for a, b in zip(tokens.lists("response_ids"), expected.lists("response_ids"), strict=True)
+    ), "a row has the same draws whichever replica made it"
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_frees_everything_within_seconds(kind: signal.Signals, tmp_path: Path) -> None:
+    mark = uuid.uuid4().hex
+    words = ["run", "algorithm=grpo", "model=tiny", *SMALL, "max_steps=10000", f"output_dir={tmp_path}"]
+    root = Path(__file__).parents[2]
+    env = {**os.environ, "PYTHONPATH": str(root), MARK: mark}
+    with (tmp_path / "output").open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-c", DRIVER, *words], env=env, stdout=output, stderr=subprocess.STDOUT, cwd=root
+        )
+    try:
+        deadline = time.monotonic() + 240
+        metrics = tmp_path / "metrics.jsonl"
+        while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+            assert process.poll() is None, (tmp_path / "output").read_text()[-3000:] + logs(tmp_path)
+            assert time.monotonic() < deadline, logs(tmp_path)
+            time.sleep(0.2)
+        process.send_signal(kind)
+        sent = time.monotonic()
+        while (left := marked(mark)) and time.monotonic() - sent < 10:
+            time.sleep(0.1)
+        assert left == [], f"after {time.monotonic() - sent:.0f} s"
+        assert process.wait(1) == 130
+        text = (tmp_path / "output").read_text()
+        assert "Traceback" not in text, text[-3000:]
+        assert "rolegraph: stopped" in text
+    finally:
+        process.kill()
