@@ -53,12 +53,15 @@ class Progress:
         self._live = Live(get_renderable=self._render, console=self.console, refresh_per_second=4, transient=True)
         if self.console.is_terminal:
             self._live.start()
+        if roles:
+            self.say(f"starting {', '.join(roles)}")
 
     def stage(self, name: str, steps: int) -> None:
         """A new part of the run begins: `steps` steps under this name."""
         self._stage, self._step, self._steps = name, 0, steps
         self._stage_started = time.monotonic()
         self._metrics = {}
+        self._roles = {role: "idle" if what == "starting" else what for role, what in self._roles.items()}
         self.say(f"{name}: {steps} steps")
 
     def doing(self, role: str, what: str) -> None:
@@ -101,7 +104,10 @@ class Progress:
 
     def _render(self) -> RenderableType:
         bar = Table.grid(padding=(0, 2))
-        head = f"{self._stage or 'starting'} {self._step}/{self._steps}"
-        bar.add_row(head, ProgressBar(self._steps or 1, self._step, width=30), self._left())
+        if self._stage:
+            head = f"{self._stage} {self._step}/{self._steps}"
+            bar.add_row(head, ProgressBar(self._steps or 1, self._step, width=30), self._left())
+        else:
+            bar.add_row(duration(time.monotonic() - self._stage_started))
         roles = Text("  ".join(f"{role}: {what}" for role, what in self._roles.items()), style="dim")
         return Group(bar, Text("  ".join(self._figures())), roles)

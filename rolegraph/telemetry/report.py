@@ -99,7 +99,8 @@ def stage_section(stage: str, rows: Sequence[Mapping[str, Any]]) -> str:
 
 def write_report(run_dir: Path, title: str) -> Path | None:
     """Write `report.html` from a run's `metrics.jsonl`; None when no step was finished."""
-    rows = read_metrics(run_dir / "metrics.jsonl")
+    file = run_dir / "metrics.jsonl"
+    rows = read_metrics(file) if file.is_file() else []
     if not rows:
         return None
     stages = list(dict.fromkeys(str(row.get("stage", "run")) for row in rows))

@@ -28,6 +28,7 @@ def test_the_report_shows_each_stage_and_its_curves(tmp_path: Path) -> None:
 
 
 def test_no_steps_no_report(tmp_path: Path) -> None:
+    assert write_report(tmp_path, "a run that failed before it had a log") is None
     MetricsLog(tmp_path / "metrics.jsonl").close()
     assert write_report(tmp_path, "run") is None
 

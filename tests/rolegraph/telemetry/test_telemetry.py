@@ -139,10 +139,24 @@ def test_without_a_terminal_the_progress_is_lines() -> None:
     progress.step(10, {"reward/mean": 0.75})
     progress.close()
     lines = out.getvalue().splitlines()
-    assert lines[0] == "grpo: 10 steps"
-    assert lines[1].startswith("grpo 1/10  reward 0.25  s/step 1")
-    assert lines[2].startswith("grpo 10/10  reward 0.75")
-    assert len(lines) == 3
+    assert lines[:2] == ["starting train", "grpo: 10 steps"]
+    assert lines[2].startswith("grpo 1/10  reward 0.25  s/step 1")
+    assert lines[3].startswith("grpo 10/10  reward 0.75")
+    assert len(lines) == 4
+
+
+def test_on_a_terminal_the_panel_shows_what_each_role_does() -> None:
+    out = io.StringIO()
+    progress = Progress(("train", "rollout"), Console(file=out, width=120, force_terminal=True))
+    progress.stage("grpo", 4)
+    progress.doing("rollout", "generate")
+    progress.step(3, {"reward/mean": 0.5})
+    progress._live.refresh()
+    progress.close()
+    text = out.getvalue()
+    assert "train: starting" in text, "before the first stage"
+    assert "train: idle  rollout: generate" in text
+    assert "grpo 3/4" in text
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(4.6, "4s"), (185, "3m05s"), (7800, "2h10m")])
