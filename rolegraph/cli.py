@@ -84,7 +84,10 @@ def guarded(command: Callable[[], int], *, show_traceback: bool) -> int:
 def _parse(words: Sequence[str]) -> Namespace:
     from hydra._internal.utils import get_args_parser
 
-    return get_args_parser().parse_intermixed_args(list(words))
+    args = get_args_parser().parse_intermixed_args(list(words))
+    if args.config_path:
+        raise ConfigError(f"--config-path {args.config_path}: a folder of your own is given by --config-dir")
+    return args
 
 
 def _plan(words: list[str]) -> int:
@@ -95,6 +98,9 @@ def _plan(words: list[str]) -> int:
     if args.help:
         print(USAGE)
         return 0
+    for name, given in (("--multirun", args.multirun), ("--cfg", args.cfg), ("--info", args.info)):
+        if given:
+            raise ConfigError(f"{name} is for `rolegraph run`: a plan shows one run, and nothing else")
     print_plan(load(args.overrides, config_dir=args.config_dir, config_name=args.config_name or "config").run)
     return 0
 

@@ -40,13 +40,7 @@ class Algorithm:
     @classmethod
     def roles(cls) -> dict[str, tuple[type[Role], bool]]:
         """The roles of the class annotations by name: their interface, and whether the algorithm can do without."""
-        found: dict[str, tuple[type[Role], bool]] = {}
-        for name, hint in typing.get_type_hints(cls).items():
-            members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-            for member in members:
-                if isinstance(member, type) and issubclass(member, Role):
-                    found[name] = (member, types.NoneType in members)
-        return found
+        return declared_roles(cls)
 
     async def run(self) -> None:
         """The program, from the first step to the last."""
@@ -62,3 +56,14 @@ class Algorithm:
         """Optimizer steps of the run: `max_steps`, or as many as a pass over the dataset has."""
         wanted = self.job.config.max_steps
         return math.ceil(len(self.job.dataset) / rows_per_step) if wanted is None else wanted
+
+
+def declared_roles(algorithm: type) -> dict[str, tuple[type[Role], bool]]:
+    """The roles that a class's annotations name: their interface, and whether they may be absent (`ORMRole | None`)."""
+    found: dict[str, tuple[type[Role], bool]] = {}
+    for name, hint in typing.get_type_hints(algorithm).items():
+        members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        for member in members:
+            if isinstance(member, type) and issubclass(member, Role):
+                found[name] = (member, types.NoneType in members)
+    return found

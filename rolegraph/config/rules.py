@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import types
-import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -70,16 +68,11 @@ def broken(run: RunConfig) -> Iterator[str]:
 
 def algorithm_roles(target: str) -> dict[str, bool]:
     """Roles an algorithm class declares by its annotations, and whether it can do without (`ORMRole | None`)."""
-    from rolegraph.role import Role
+    from rolegraph.algorithms.base import declared_roles
 
     module, _, name = target.rpartition(".")
-    hints = typing.get_type_hints(getattr(importlib.import_module(module), name))
-    roles = {}
-    for attribute, hint in hints.items():
-        members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-        if any(isinstance(member, type) and issubclass(member, Role) for member in members):
-            roles[attribute] = type(None) in members
-    return roles
+    found = declared_roles(getattr(importlib.import_module(module), name))
+    return {role: optional for role, (_, optional) in found.items()}
 
 
 def roles_take_part(run: RunConfig) -> Iterator[str]:
@@ -172,12 +165,24 @@ def schedules_end(run: RunConfig) -> Iterator[str]:
             )
 
 
+PROCESS_NUMBERS = (
+    "ranks",
+    "replicas",
+    "gpus",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "tensor_parallel_size",
+)
+"""Keys of a role that ask for several processes."""
+
+
 def one_process_suffices(run: RunConfig) -> Iterator[str]:
     """Without Ray there is one rank and one replica."""
     if run.use_ray:
         return
     for role, spec in run.roles.items():
-        for key in ("ranks", "replicas", "gpus", "tensor_model_parallel_size", "tensor_parallel_size"):
+        for key in PROCESS_NUMBERS:
             value = getattr(spec.config, key, None)
             if value is not None and value > 1:
                 yield f"{role}.{key}={value} needs processes of its own, and use_ray is false: set it to 1"
