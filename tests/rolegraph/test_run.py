@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -93,3 +94,19 @@ def test_supervised_training_learns(algorithm: str, tmp_path: Path) -> None:
     losses = [row["loss"] for row in done.metrics]
     assert len(losses) == 12
     assert losses[-1] < 0.7 * losses[0]
+
+
+def test_a_run_joins_the_cluster_that_is_there_and_leaves_it_running(
+    ray_cluster: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import ray
+
+    monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
+    small = ("algorithm=sft", "model=tiny", "max_steps=1", "algorithm.global_batch_size=8", "placement.device=cpu")
+    run(*small, "ray_exp_name=joined", folder=tmp_path)
+    actors = [name for name in ray.util.list_named_actors(all_namespaces=True) if "joined" in name["name"]]
+    assert actors == [], "its actors are gone"
+    deadline = time.monotonic() + 10
+    while ray.available_resources()["CPU"] < 4 and time.monotonic() < deadline:
+        time.sleep(0.2)  # the cluster hears of it a moment later
+    assert ray.cluster_resources()["CPU"] == ray.available_resources()["CPU"] == 4, "and so are its reservations"
