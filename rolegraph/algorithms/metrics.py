@@ -45,10 +45,9 @@ def of_rewards(samples: Batch) -> Metrics:
 
 def of_groups(groups: Groups) -> Metrics:
     """Prompts sampled, the share of them whose rewards are all equal, and those without any reward."""
-    equal = (groups.count > 0) & ~groups.spread
     return {
         "groups/count": float(len(groups.ids)),
-        "groups/equal": float(equal.mean()) if len(equal) else 0.0,
+        "groups/equal": float(groups.equal.mean()) if len(groups.ids) else 0.0,
         "groups/empty": float(len(groups.empty)),
     }
 

@@ -22,7 +22,7 @@ class LoggerConfig:
     wandb: bool = False
     trackio: bool = False
     samples_every: Annotated[int, Ge(0)] = 10
-    """Steps between two files of samples; 0 writes none."""
+    """Optimizer steps between two files of samples; 0 writes none."""
 
     @property
     def names(self) -> tuple[str, ...]:

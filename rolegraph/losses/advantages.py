@@ -47,6 +47,11 @@ class Groups:
         """Ids of the groups in which no row has a reward."""
         return self.ids[self.count == 0]
 
+    @property
+    def equal(self) -> Bools:
+        """[groups] whether the group has rewards, all equal."""
+        return (self.count > 0) & ~self.spread
+
     def rows_with_spread(self) -> Bools:
         """[rows] whether the row's group has spread."""
         return self.spread[self.of_row]
@@ -61,16 +66,6 @@ class Advantages:
     valid: Bools
     """[rows] whether the row has a reward, and so takes part in training."""
     groups: Groups
-
-    @property
-    def null_rewards(self) -> int:
-        """Rows without a reward."""
-        return int((~self.valid).sum())
-
-    @property
-    def equal_groups(self) -> int:
-        """Groups that have rewards, all equal."""
-        return int(((self.groups.count > 0) & ~self.groups.spread).sum())
 
 
 def compute(

@@ -39,7 +39,7 @@ class Telemetry:
         self._log = MetricsLog(run_dir / "metrics.jsonl")
         self._trackers = open_trackers(loggers, run_dir, name, config or {})
         self.progress = Progress(roles)
-        self._samples_every = samples_every
+        self._samples_every, self._sampled = samples_every, 0
         self._files = SampleFiles(run_dir / "samples", use_ray=use_ray)
         self._started = self._last_step = clock()
         self._seconds: dict[str, float] = {}
@@ -62,7 +62,7 @@ class Telemetry:
         """Begin a part of the run (a warm start, the main loop); step numbers in the log go on over stages."""
         self._offset, self._stage, self._total = self._total, name, self._total + steps
         self._last_step = self._clock()
-        self._seconds = {}
+        self._seconds, self._sampled = {}, 0
         self.progress.stage(name, steps)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -84,8 +84,14 @@ class Telemetry:
         self.progress.step(step, numbers)
 
     def samples(self, step: int, batch: Batch) -> None:
-        """Keep this step's rows as `samples/step-N.parquet` when the config asks for this step."""
-        if self._samples_every and step % self._samples_every == 0:
+        """Keep the rows that `step` begins with as `samples/step-N.parquet`, once in so many steps as the config says.
+
+        Rows may serve several steps, so the steps that are told here need not meet a multiple of that number.
+        """
+        if not self._samples_every:
+            return
+        due, self._sampled = step // self._samples_every > self._sampled // self._samples_every, step
+        if due:
             self._files.save(batch, f"step-{self._offset + step}.parquet")
             self._tell_faults()
 

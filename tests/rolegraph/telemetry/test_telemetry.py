@@ -100,6 +100,16 @@ def test_samples_are_written_every_so_many_steps(tmp_path: Path) -> None:
     assert pq.read_table(tmp_path / "samples" / "step-2.parquet").to_pylist() == [{"uid": "a", "response_ids": [1, 2]}]
 
 
+def test_samples_that_serve_several_steps_are_written_as_often(tmp_path: Path) -> None:
+    telemetry = Telemetry(tmp_path, samples_every=10)
+    telemetry.stage("grpo", 40)
+    for step in range(1, 41, 4):  # 1, 5, 9, ...: none of them divides by 10
+        telemetry.samples(step, Batch.from_columns({"uid": ["a"]}))
+    assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == [
+        f"step-{step}.parquet" for step in (13, 21, 33)
+    ]
+
+
 @pytest.mark.parametrize("use_ray", [False, pytest.param(True, marks=pytest.mark.ray)])
 def test_samples_that_cannot_be_written_are_told_and_stop_nothing(
     use_ray: bool, tmp_path: Path, request: pytest.FixtureRequest
