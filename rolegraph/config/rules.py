@@ -200,8 +200,19 @@ RULES: list[Callable[[RunConfig], Iterator[str]]] = [
 ]
 
 
+ENGINE_SHARE = 0.9
+"""Of a GPU's memory, all that roles take together; the rest is for CUDA itself."""
+
+
+def engine_share(run: RunConfig, role: str) -> float:
+    """Share of a GPU's memory for an engine: everything alone, an equal part beside roles that stay on the device."""
+    group = next((set(group) for group in run.placement.colocate_groups if role in group), {role})
+    tenants = [name for name in group if not getattr(run.roles[name].config, "never_on_gpu", False)]
+    return ENGINE_SHARE / max(len(tenants), 1)
+
+
 def derive(run: RunConfig) -> RunConfig:
-    """Fill in what is null and follows from the rest: seeds, lengths, rewards, reference weights, schedule ends."""
+    """Fill in what is null and follows from the rest: seeds, lengths, rewards, reference weights, memory shares."""
     follows = {
         "seed": run.seed,
         "max_model_len": context_length(run),
@@ -210,9 +221,10 @@ def derive(run: RunConfig) -> RunConfig:
         "decay_steps": run.max_steps,
     }
     for role, spec in run.roles.items():
+        wanted = {**follows, "gpu_memory_utilization": engine_share(run, role)}
         changes = {
             name: value
-            for name, value in follows.items()
+            for name, value in wanted.items()
             if value is not None and getattr(spec.config, name, value) is None
         }
         if changes:

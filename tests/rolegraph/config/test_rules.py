@@ -109,6 +109,19 @@ def test_derived_values(user: Folder) -> None:
     assert load(["algorithm=mine"], config_dir=str(user)).run.roles["train"].config.reference is None
 
 
+@pytest.mark.parametrize(
+    ("overrides", "share"),
+    [
+        (["placement=separate"], 0.9),
+        (["placement=colocate"], 0.45),  # orm is of the group, and on no GPU
+        (["placement=colocate", "rollout.gpu_memory_utilization=0.3"], 0.3),
+    ],
+)
+def test_memory_share_of_an_engine_follows_from_who_shares_the_device(overrides: list[str], share: float) -> None:
+    run = load(["algorithm=grpo", *overrides]).run
+    assert run.roles["rollout"].config.gpu_memory_utilization == pytest.approx(share)
+
+
 def test_one_pass_over_the_dataset_has_no_number_of_steps(user: Folder) -> None:
     run = load(["algorithm=mine", "max_steps=null"], config_dir=str(user)).run
     assert run.max_steps is None
