@@ -6,6 +6,7 @@ run), both yielding one sentence a fault that begins with the key.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +15,7 @@ from typing import Any
 from rolegraph.config.check import Problem
 from rolegraph.config.provenance import join
 from rolegraph.config.schema import RunConfig
+from rolegraph.config.targets import fields_in_source
 from rolegraph.placement import requests
 
 LATER: dict[tuple[str, ...], str] = {
@@ -165,6 +167,26 @@ def schedules_end(run: RunConfig) -> Iterator[str]:
             )
 
 
+def free_fields_are_known(run: RunConfig) -> Iterator[str]:
+    """Keys that a role hands on to a library are fields there, as far as the library is installed.
+
+    A role's Config names them by a class attribute `fields_of`: the key of a mapping, and the dataclasses whose fields
+    it may hold.
+    """
+    for role, spec in run.roles.items():
+        for key, targets in getattr(spec.config, "fields_of", {}).items():
+            known = [fields_in_source(target) for target in targets]
+            if any(fields is None for fields in known):
+                continue
+            names = sorted(set().union(*(fields or () for fields in known)))
+            for name in getattr(spec.config, key):
+                if name not in names:
+                    classes = " or ".join(target.rpartition(".")[2] for target in targets)
+                    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+                    hint = f"; did you mean {near[0]}?" if near else ""
+                    yield f"{role}.{key}.{name} is no field of {classes}{hint}"
+
+
 PROCESS_NUMBERS = (
     "ranks",
     "replicas",
@@ -196,6 +218,7 @@ RULES: list[Callable[[RunConfig], Iterator[str]]] = [
     rewards_have_a_role,
     every_rank_has_rows,
     schedules_end,
+    free_fields_are_known,
     one_process_suffices,
 ]
 

@@ -105,6 +105,41 @@ def hints_of(config: type) -> dict[str, Parameter]:
     }
 
 
+def fields_in_source(target: str) -> frozenset[str] | None:
+    """Names of a dataclass's fields, those of its bases too, without importing it; null where source does not tell."""
+    module, _, name = target.rpartition(".")
+    file = module_file(module)
+    if file is None or file.suffix != ".py":
+        return None
+    body = _parse(file).body
+    node = next((n for n in body if isinstance(n, ast.ClassDef) and n.name == name), None)
+    if node is None:
+        return None
+    found = frozenset(
+        item.target.id
+        for item in node.body
+        if isinstance(item, ast.AnnAssign)
+        and isinstance(item.target, ast.Name)
+        and not ast.unparse(item.annotation).startswith(("ClassVar", "typing.ClassVar"))
+    )
+    for base in (ast.unparse(base) for base in node.bases):
+        inherited = fields_in_source(f"{_home(body, module, file, base)}.{base}")
+        if inherited is None:
+            return None
+        found |= inherited
+    return found
+
+
+def _home(body: Sequence[ast.stmt], module: str, file: Path, name: str) -> str:
+    """The module that a name of another module comes from."""
+    for node in body:
+        if isinstance(node, ast.ImportFrom) and any((alias.asname or alias.name) == name for alias in node.names):
+            parents = module.split(".")
+            above = node.level - (file.name == "__init__.py")
+            return ".".join([*(parents[: len(parents) - above] if node.level else []), node.module or ""]).strip(".")
+    return module
+
+
 def _of_dataclass(target: str, config: type) -> Signature:
     return Signature(target, hints_of(config), open_ended=False, config=config)
 

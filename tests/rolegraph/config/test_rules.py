@@ -8,6 +8,7 @@ import pytest
 
 from rolegraph.config import load
 from rolegraph.config.rules import LATER
+from rolegraph.config.targets import fields_in_source
 from tests.rolegraph.config.conftest import Folder
 from tests.rolegraph.config.test_check import faults
 
@@ -157,6 +158,55 @@ def test_config_classes_contribute_rules(user: Folder) -> None:
     message = faults(user, "algorithm=rule", "train=megatron", "algorithm.size=9999")
     assert "algorithm.size=9999 is more than data.max_length=64" in message
     assert "from command line: algorithm.size=9999" in message
+
+
+def test_keys_for_a_library_are_checked_without_importing_it(user: Folder) -> None:
+    user.write(
+        "rolegraph_library/__init__.py",
+        """
+        raise AssertionError("imported")
+        """,
+    )
+    user.write("rolegraph_library/base.py", "class Base:\n    width: int = 1\n")
+    user.write(
+        "rolegraph_library/settings.py",
+        """
+        from .base import Base
+
+        class Settings(Base):
+            depth: int = 1
+        """,
+    )
+    user.write(
+        "rolegraph_library_role.py",
+        """
+        from dataclasses import dataclass
+        from typing import ClassVar
+
+        from roles.rollout.config import VLLMRolloutConfig
+        from rolegraph.interfaces import RolloutRole
+
+        @dataclass(frozen=True, kw_only=True)
+        class LibraryConfig(VLLMRolloutConfig):
+            fields_of: ClassVar = {"engine_kwargs": ("rolegraph_library.settings.Settings",)}
+
+        class Library(RolloutRole):
+            Config = LibraryConfig
+        """,
+    )
+    user.write("rollout/library.yaml", "_target_: rolegraph_library_role.Library\n")
+    message = faults(user, "rollout=library", "rollout.engine_kwargs.widht=2", "rollout.engine_kwargs.depth=2")
+    assert "the config has 1 fault" in message
+    assert "rollout.engine_kwargs.widht is no field of Settings; did you mean width?" in message
+    assert "from command line: rollout.engine_kwargs.widht=2" in message
+
+
+def test_fields_of_the_libraries_are_read_from_their_source() -> None:
+    megatron = fields_in_source("megatron.core.transformer.transformer_config.TransformerConfig")
+    vllm = fields_in_source("vllm.engine.arg_utils.EngineArgs")
+    assert megatron is None or {"normalization", "tensor_model_parallel_size"} <= megatron
+    assert vllm is None or {"model", "max_num_seqs"} <= vllm
+    assert fields_in_source("rolegraph.nowhere.Settings") is None
 
 
 def test_vllm_and_megatron_do_not_share_a_process(user: Folder) -> None:
