@@ -87,12 +87,17 @@ def stage_section(stage: str, rows: Sequence[Mapping[str, Any]]) -> str:
     names = sorted({key for row in rows for key, value in row.items() if isinstance(value, int | float)})
     charted = [name for name in names if name not in ("step", "time") and not name.startswith("seconds/")]
     ordered = [name for name in FIRST if name in charted] + [name for name in charted if name not in FIRST]
-    charts = []
+    charts, constant = [], []
     for name in ordered:
         points = [(row["step"], row[name]) for row in rows if isinstance(row.get(name), int | float)]
-        charts.append(chart(name, [step for step, _ in points], [value for _, value in points]))
+        steps, values = [step for step, _ in points], [value for _, value in points]
+        if len(values) > 1 and min(values) == max(values):
+            constant.append(f"{html.escape(name)} {figure(values[0])}")
+        else:
+            charts.append(chart(name, steps, values))
+    still = f"<p>The same in every step: {', '.join(constant)}.</p>" if constant else ""
     return (
-        f"<h2>{html.escape(stage)}: {len(rows)} steps</h2><div class='charts'>{''.join(charts)}</div>"
+        f"<h2>{html.escape(stage)}: {len(rows)} steps</h2><div class='charts'>{''.join(charts)}</div>{still}"
         f"<h2>where the time of a step went</h2>{seconds_table(rows)}"
     )
 

@@ -13,7 +13,7 @@ def test_the_report_shows_each_stage_and_its_curves(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
     log.write(1, {"stage": "sft", "loss": 2.0, "seconds/train": 1.0, "seconds/step": 2.0})
     for step in (2, 3, 4):
-        log.write(step, {"stage": "grpo", "reward/mean": step / 4, "kl": None, "seconds/step": 1.0})
+        log.write(step, {"stage": "grpo", "reward/mean": step / 4, "kl": None, "groups": 8.0, "seconds/step": 1.0})
     log.close()
     path = write_report(tmp_path, "a <title>")
     assert path is not None
@@ -23,6 +23,7 @@ def test_the_report_shows_each_stage_and_its_curves(tmp_path: Path) -> None:
     assert "sft: 1 steps" in text
     assert "grpo: 3 steps" in text
     assert "0.5 → 1" in text, "the reward's first and last value"
+    assert "The same in every step: groups 8." in text
     assert "<td>train</td><td>1.00</td><td>50%</td>" in text
     assert text.index("grpo: 3 steps") < text.index("sft: 1 steps"), "the main stage comes first"
 
