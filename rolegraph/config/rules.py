@@ -157,14 +157,34 @@ def every_rank_has_rows(run: RunConfig) -> Iterator[str]:
 
 
 def schedules_end(run: RunConfig) -> Iterator[str]:
-    """A learning rate that falls to the end of the run needs to know where that is."""
+    """A learning rate that falls has an end, and one that does not fall has none."""
     for role, spec in run.roles.items():
-        schedule = getattr(spec.config, "lr_schedule", "constant")
+        schedule = getattr(spec.config, "lr_schedule", None)
+        if schedule is None:
+            continue
+        if schedule == "constant":
+            for key in ("decay_steps", "min_lr"):
+                if getattr(spec.config, key):
+                    yield f"{role}.{key} has no effect with lr_schedule=constant: set {role}.lr_schedule, or remove it"
         if schedule != "constant" and run.max_steps is None and spec.config.decay_steps is None:
             yield (
                 f"{role}.lr_schedule={schedule} ends with the run, and max_steps=null leaves that to the dataset: set "
                 f"{role}.decay_steps, or max_steps"
             )
+
+
+def raw_text_is_no_chat(run: RunConfig) -> Iterator[str]:
+    """What is about chats has no say where rows are raw text."""
+    if getattr(run.algorithm.config, "data_needs", None) != "text":
+        return
+    if run.data.source == "reasoning_gym":
+        yield (
+            f"data.source=reasoning_gym has questions and answers, and {run.algorithm.name} trains on a column `text`: "
+            "choose data=jsonl, parquet or huggingface"
+        )
+    for key in ("system_prompt", "chat_template", "chat_template_kwargs"):
+        if getattr(run.data, key):
+            yield f"data.{key} has no effect: {run.algorithm.name} trains on raw text, without a chat: remove it"
 
 
 def free_fields_are_known(run: RunConfig) -> Iterator[str]:
@@ -218,6 +238,7 @@ RULES: list[Callable[[RunConfig], Iterator[str]]] = [
     rewards_have_a_role,
     every_rank_has_rows,
     schedules_end,
+    raw_text_is_no_chat,
     free_fields_are_known,
     one_process_suffices,
 ]

@@ -103,6 +103,11 @@ def _load_huggingface(config: DataConfig) -> Any:
     if not saved:
         path = str(folder) if folder.exists() else str(config.path)
         return datasets.load_dataset(path, config.name, split=config.split, revision=config.revision)
+    for key in ("name", "revision"):
+        if getattr(config, key) is not None:
+            raise DataError(
+                f"data.{key} is for a dataset on the hub, and {folder} is a saved one: remove it"
+            )
     data = datasets.load_from_disk(str(folder))
     if not isinstance(data, dict):
         return data

@@ -133,6 +133,19 @@ def test_one_pass_over_the_dataset_has_no_number_of_steps(user: Folder) -> None:
     load(["algorithm=mine", "max_steps=null", "train.lr_schedule=cosine", "train.decay_steps=9"], config_dir=str(user))
 
 
+def test_a_constant_rate_has_no_end(user: Folder) -> None:
+    message = faults(user, "train.decay_steps=9", "train.min_lr=1e-7")
+    assert "train.decay_steps has no effect with lr_schedule=constant: set train.lr_schedule" in message
+    assert "train.min_lr has no effect" in message
+
+
+def test_raw_text_is_no_chat(user: Folder) -> None:
+    message = faults(user, "algorithm=pt", "data.system_prompt=Think.")
+    assert "data.source=reasoning_gym has questions and answers, and PT trains on a column `text`" in message
+    assert "data.system_prompt has no effect: PT trains on raw text" in message
+    load(["algorithm=pt", "data=jsonl", "data.path=texts.jsonl"])
+
+
 def test_config_classes_contribute_rules(user: Folder) -> None:
     user.write(
         "rolegraph_rule_code.py",

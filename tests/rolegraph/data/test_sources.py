@@ -100,6 +100,8 @@ def test_huggingface_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert prompts("plain", "train[:1]") == ["d"]
     with pytest.raises(DataError, match="which has train, test"):
         prompts("splits", "dev")
+    with pytest.raises(DataError, match=r"data\.revision is for a dataset on the hub"):
+        _rows(source="huggingface", path=str(tmp_path / "saved"), revision="main")
 
 
 def test_a_hub_name_without_a_network_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
