@@ -86,6 +86,15 @@ def test_roles_know_neither_the_driver_nor_each_other() -> None:
         assert [name for name in of_this_project(file) if within(name, driver | others)] == [], file
 
 
+def test_public_names_are_there_and_cost_nothing_before_they_are_used() -> None:
+    program = (
+        "import sys, rolegraph; light = not {'numpy', 'pyarrow', 'ray'} & set(sys.modules); "
+        "print(light, all(getattr(rolegraph, name).__name__ == name for name in rolegraph.__all__))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.split() == ["True", "True"]
+
+
 def test_config_files_name_things_that_exist() -> None:
     import yaml
 
