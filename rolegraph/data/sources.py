@@ -105,9 +105,7 @@ def _load_huggingface(config: DataConfig) -> Any:
         return datasets.load_dataset(path, config.name, split=config.split, revision=config.revision)
     for key in ("name", "revision"):
         if getattr(config, key) is not None:
-            raise DataError(
-                f"data.{key} is for a dataset on the hub, and {folder} is a saved one: remove it"
-            )
+            raise DataError(f"data.{key} is for a dataset on the hub, and {folder} is a saved one: remove it")
     data = datasets.load_from_disk(str(folder))
     if not isinstance(data, dict):
         return data

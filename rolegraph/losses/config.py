@@ -17,7 +17,7 @@ class PolicyOptions:
     """What is compared (ratios and their level), how far it may move (clipping), and what the sum is divided by."""
 
     loss_type: LossType = "grpo"
-    """grpo: mean over rows of each row's token mean. bnpo, dapo, cispo, sapo: mean over all tokens of the global batch
+    """grpo, sapo: mean over rows of each row's token mean. bnpo, dapo, cispo: mean over all tokens of the global batch
     (bnpo and dapo differ by name alone, since the global token count is the denominator of both). dr_grpo: sum over
     rows * max_completion_length. cispo weighs log-probabilities by the clipped, detached ratio; sapo gates the ratio
     softly; the others clip."""
