@@ -21,11 +21,6 @@ for name, value in {
     os.environ.setdefault(name, value)
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "ray: starts real Ray actors")
-    config.addinivalue_line("markers", "engine: starts vLLM or Megatron actors")
-
-
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     """A Ray of our own for the whole session: 4 logical CPUs, 2 pretend GPUs, a 300 MB object store."""

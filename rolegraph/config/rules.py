@@ -103,6 +103,15 @@ def colocated_roles_exist(run: RunConfig) -> Iterator[str]:
                 )
 
 
+def roles_ask_for_something(run: RunConfig) -> Iterator[str]:
+    """Numbers of ranks, devices and cores are none that placement would take for null, or for less than nothing."""
+    for role, spec in run.roles.items():
+        for key, least in (("ranks", 1), ("replicas", 1), ("gpus", 0), ("cpus", 0)):
+            value = getattr(spec.config, key, None)
+            if value is not None and value < least:
+                yield f"{role}.{key}={value} must be at least {least}, or null"
+
+
 def context_fits(run: RunConfig) -> Iterator[str]:
     """Engines have room for the longest prompt and the longest response."""
     need = context_length(run)
@@ -233,6 +242,7 @@ def one_process_suffices(run: RunConfig) -> Iterator[str]:
 RULES: list[Callable[[RunConfig], Iterator[str]]] = [
     roles_take_part,
     colocated_roles_exist,
+    roles_ask_for_something,
     context_fits,
     context_parallelism_works,
     rewards_have_a_role,

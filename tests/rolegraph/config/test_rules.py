@@ -83,6 +83,11 @@ def test_rewards_and_their_role(user: Folder) -> None:
     assert "no role scores responses" in faults(user, "orm=null", "placement=separate")
 
 
+@pytest.mark.parametrize("override", ["train.ranks=0", "train.cpus=-1.5", "rollout.gpus=-2", "orm.cpus=-0.5"])
+def test_numbers_of_ranks_devices_and_cores(user: Folder, override: str) -> None:
+    assert f"{override} must be at least {int('ranks' in override)}, or null" in faults(user, override)
+
+
 def test_every_data_parallel_rank_has_rows(user: Folder) -> None:
     batch = ["algorithm.global_batch_size=8", "algorithm.num_generations=8"]
     message = faults(user, *batch, "train.ranks=18", "train.tensor_model_parallel_size=2")
