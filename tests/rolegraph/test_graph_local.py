@@ -6,7 +6,7 @@ import pytest
 
 from rolegraph.cluster import bundles_of
 from rolegraph.errors import PlanError, RoleError, RoleGraphError
-from rolegraph.graph import GraphOptions, RoleGraph
+from rolegraph.graph import GraphOptions, RoleGraph, process_env
 from rolegraph.host import RoleSpec
 from rolegraph.placement import Plan, Slot
 from rolegraph.role import Mesh, Role
@@ -83,3 +83,11 @@ async def test_a_failing_setup_names_the_role() -> None:
     spec = RoleSpec(Fake, "fail in setup")
     with pytest.raises(RoleError, match=r"in setup\(\): RuntimeError: no weights here"):
         await RoleGraph(plan_of(ranks=1), {"fake": spec}, LOCAL).start()
+
+
+def test_idle_threads_doze_before_they_sleep() -> None:
+    env = process_env(Slot("train", 0, "n0", "cpu", (), 2.0, 2, Mesh().at(0)), ())
+    assert env["OMP_WAIT_POLICY"] == "PASSIVE"
+    # Asleep between operators they double a decoding step; awake much longer they take another role's turn.
+    assert 1_000 <= int(env["GOMP_SPINCOUNT"]) <= 200_000
+    assert env["OMP_NUM_THREADS"] == "2"
