@@ -28,7 +28,7 @@ R = TypeVar("R", bound=Role)
 PORT_ATTEMPTS = 3
 """Launches of a role whose rendezvous port another process took first."""
 SPIN_COUNT = "20000"
-"""Rounds that an OpenMP thread waits awake: about 0.3 ms."""
+"""Rounds that an OpenMP thread waits awake: about half a millisecond."""
 TEARDOWN_S = 3.0
 """Seconds that roles get to tear down; what is not done by then is killed."""
 
