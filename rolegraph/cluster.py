@@ -162,7 +162,14 @@ class Reservation:
                     self.release()
                     raise PlanError(message)
                 await asyncio.sleep(0.05)
-        await self._probe()
+        try:
+            await asyncio.wait_for(self._probe(), timeout_s)
+        except TimeoutError:
+            self.release()
+            raise PlanError(
+                f"the reserved devices did not say which they are within placement.timeout_s={timeout_s:g} seconds: "
+                "workers cannot start on their nodes (see Ray's logs there), or raise the time"
+            ) from None
 
     def seat(self, slot: Slot) -> Seat:
         """How Ray schedules the actor of `slot`."""

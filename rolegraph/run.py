@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import importlib
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,9 @@ from rolegraph.telemetry import Telemetry
 from rolegraph.telemetry.report import write_report
 from rolegraph.weights import WeightSync
 
+REMIND_EVERY_S = 60.0
+"""Between two lines that say what a slow start waits for."""
+
 
 @dataclass
 class Run:
@@ -41,6 +44,8 @@ class Run:
 def main(config: RunConfig) -> None:
     """Run to the end. Ctrl-C and SIGTERM free every actor first; errors are those of the part that failed."""
     run_dir = Path(config.output_dir or "outputs").absolute()
+    if (run_dir / "metrics.jsonl").exists():
+        raise ConfigError(f"output_dir={run_dir} holds a run already: choose another folder, or remove that one")
     run_dir.mkdir(parents=True, exist_ok=True)
     save_config(config, run_dir / "config.yaml")
     try:
@@ -69,11 +74,10 @@ async def _run(config: RunConfig, run_dir: Path) -> None:
         config = config.with_model_path(model_path)
         inventory = await asyncio.to_thread(_connect, config, stack)
         placed = plan(inventory, requests(config.roles), config.placement)
-        loading = asyncio.create_task(_load(config, model_path))
-        stack.callback(loading.cancel)
-        graph = await stack.enter_async_context(_graph(config, placed, run_dir))
+        graph = _graph(config, placed, run_dir, algorithm_class)
+        stack.push_async_callback(graph.stop)
+        dataset = await _side_by_side(graph, _load(config, model_path), telemetry)
         stack.callback(telemetry.finish_samples)
-        dataset = await loading
         for line in dataset.report.lines():
             telemetry.event(line)
         slow = ", ".join(f"{role} {seconds:.0f} s" for role, seconds in graph.startup.items())
@@ -84,6 +88,27 @@ async def _run(config: RunConfig, run_dir: Path) -> None:
             setattr(algorithm, name, graph.groups[name].handle if name in graph.groups else None)
         await algorithm.run()
         telemetry.event(f"done in {telemetry.elapsed}")
+
+
+async def _side_by_side(graph: RoleGraph, load: Coroutine[Any, Any, Dataset], telemetry: Telemetry) -> Dataset:
+    """Start the roles while the data is read; the first fault of either ends both."""
+
+    async def remind() -> None:
+        while True:
+            await asyncio.sleep(REMIND_EVERY_S)
+            waiting = [role for role in graph.plan.roles if role not in graph.startup]
+            telemetry.event(f"still starting after {telemetry.elapsed}: {', '.join(waiting) or 'reading the data'}")
+
+    reminder = asyncio.create_task(remind())
+    try:
+        async with asyncio.TaskGroup() as both:
+            loading = both.create_task(load)
+            both.create_task(graph.start())
+    except BaseExceptionGroup as faults:
+        raise faults.exceptions[0] from None
+    finally:
+        reminder.cancel()
+    return loading.result()
 
 
 def _algorithm_class(spec: Spec) -> type[Algorithm]:
@@ -99,14 +124,14 @@ def import_target(target: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _role_spec(role: str, spec: Spec) -> RoleSpec:
+def _role_spec(role: str, spec: Spec, kind: type[Role]) -> RoleSpec:
     found = import_target(spec.target)
-    if not (isinstance(found, type) and issubclass(found, Role)):
-        raise ConfigError(f"{role}._target_={spec.target} is no rolegraph.role.Role")
+    if not (isinstance(found, type) and issubclass(found, kind)):
+        raise ConfigError(f"{role}._target_={spec.target} is no {kind.__name__}, which the algorithm talks to there")
     return RoleSpec(found, spec.config)
 
 
-def _graph(config: RunConfig, placed: Plan, run_dir: Path) -> RoleGraph:
+def _graph(config: RunConfig, placed: Plan, run_dir: Path, algorithm: type[Algorithm]) -> RoleGraph:
     options = GraphOptions(
         exp_name=_exp_name(config),
         run_dir=str(run_dir),
@@ -116,7 +141,10 @@ def _graph(config: RunConfig, placed: Plan, run_dir: Path) -> RoleGraph:
         timeout_s=config.placement.timeout_s,
         python_path=config.python_path,
     )
-    return RoleGraph(placed, {role: _role_spec(role, spec) for role, spec in config.roles.items()}, options)
+    kinds = {role: kind for role, (kind, _) in algorithm.roles().items()}
+    return RoleGraph(
+        placed, {role: _role_spec(role, spec, kinds[role]) for role, spec in config.roles.items()}, options
+    )
 
 
 def _connect(config: RunConfig, stack: AsyncExitStack) -> Inventory:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rolegraph.batch import Batch
-from rolegraph.telemetry.loggers import open_trackers
+from rolegraph.telemetry.loggers import Tracker, open_trackers
 from rolegraph.telemetry.metrics import MetricsLog, plain
 from rolegraph.telemetry.progress import Progress, duration
 from rolegraph.telemetry.samples import FINISH_S, SampleFiles
@@ -79,8 +79,7 @@ class Telemetry:
             record["speed/tokens_per_second"] = metrics["tokens"] / total
         self._log.write(self._offset + step, {**record, "stage": self._stage})
         numbers = {key: value for key, value in record.items() if isinstance(plain(value), int | float)}
-        for tracker in self._trackers:
-            tracker.log(self._offset + step, numbers)
+        self._track(lambda tracker: tracker.log(self._offset + step, numbers))
         self.progress.step(step, numbers)
 
     def samples(self, step: int, batch: Batch) -> None:
@@ -107,8 +106,16 @@ class Telemetry:
         """Close files, trackers and the display."""
         self.progress.close()
         self._log.close()
-        for tracker in self._trackers:
-            tracker.close()
+        self._track(lambda tracker: tracker.close())
+
+    def _track(self, tell: Callable[[Tracker], None]) -> None:
+        """Tell every tracker; one that fails is told no more, for metrics.jsonl has all and the run matters more."""
+        for tracker in list(self._trackers):
+            try:
+                tell(tracker)
+            except Exception as error:
+                self._trackers.remove(tracker)
+                self.event(f"{type(tracker).__name__} is left out from now on: {type(error).__name__}: {error}")
 
     def _tell_faults(self, wait_s: float = 0.0) -> None:
         for fault in self._files.faults(wait_s):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
     from rolegraph.config.schema import RunConfig
@@ -18,6 +19,11 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 @dataclass(frozen=True, kw_only=True)
 class VLLMRolloutConfig:
     """One engine a replica, on `gpus / replicas` devices or `cpus` cores each."""
+
+    fields_of: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+        {"engine_kwargs": ("vllm.engine.arg_utils.EngineArgs",)}
+    )
+    """Whose fields the keys of a free mapping are, to check them before anything starts."""
 
     replicas: int | None = None
     """Engines; each is one actor. Null: derived from `gpus`, or 1."""
@@ -68,19 +74,23 @@ class VLLMRolloutConfig:
         found = []
         if self.data_parallel_size != 1:
             found.append(
-                f"data_parallel_size={self.data_parallel_size}: an engine of this role is never data parallel; "
-                f"set replicas={self.data_parallel_size} instead"
+                f"rollout.data_parallel_size={self.data_parallel_size}: an engine of this role is never data parallel; "
+                f"set rollout.replicas={self.data_parallel_size} instead"
             )
         if self.replicas is not None and self.ranks is not None and self.replicas != self.ranks:
-            found.append(f"replicas={self.replicas} and ranks={self.ranks} name the same number: give one of them")
+            found.append(
+                f"rollout.replicas={self.replicas} and rollout.ranks={self.ranks} name the same number: give one of them"
+            )
         for name in ("tensor_parallel_size", "max_num_seqs", "replicas", "ranks", "max_model_len", "kv_cache_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                found.append(f"{name}={value} must be at least 1")
+                found.append(f"rollout.{name}={value} must be at least 1")
         share = self.gpu_memory_utilization
         if share is not None and not 0 < share <= 1:
-            found.append(f"gpu_memory_utilization={share} must be a share of the device, above 0 and at most 1")
-        found += [f"engine_kwargs.{key}: {_OWNED[key]}" for key in sorted(_OWNED.keys() & self.engine_kwargs.keys())]
+            found.append(f"rollout.gpu_memory_utilization={share} must be a share of the device: above 0, at most 1")
+        found += [
+            f"rollout.engine_kwargs.{key}: {_OWNED[key]}" for key in sorted(_OWNED.keys() & self.engine_kwargs.keys())
+        ]
         return found
 
 

@@ -124,6 +124,36 @@ def test_samples_that_cannot_be_written_are_told_and_stop_nothing(
     assert files.faults() == []
 
 
+class Broken:
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def log(self, step: int, metrics: object) -> None:
+        self.calls.append("log")
+        raise ConnectionError("no route")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+class Working(Broken):
+    def log(self, step: int, metrics: object) -> None:
+        self.calls.append("log")
+
+
+def test_a_tracker_that_fails_ends_neither_the_run_nor_the_other_trackers(tmp_path: Path) -> None:
+    telemetry = Telemetry(tmp_path)
+    broken, working = Broken(), Working()
+    telemetry._trackers = [broken, working]
+    telemetry.stage("grpo", 2)
+    telemetry.step(1, {"loss": 1.0})
+    telemetry.step(2, {"loss": 1.0})
+    telemetry.close()
+    assert broken.calls == ["log"]
+    assert working.calls == ["log", "log", "close"]
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
+
+
 def test_tensorboard_files_hold_the_numbers(tmp_path: Path) -> None:
     (tracker,) = open_trackers(["tensorboard"], tmp_path, "run", {})
     tracker.log(1, {"reward/mean": 0.5})
