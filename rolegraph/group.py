@@ -27,7 +27,7 @@ from rolegraph.dispatch import (
 )
 from rolegraph.errors import BatchError, RoleError, RoleGraphError
 from rolegraph.member import Member, Sent, block
-from rolegraph.role import Mesh, Role, make_handle
+from rolegraph.role import Mesh, Role, endpoints, make_handle
 
 R = TypeVar("R", bound=Role)
 T = TypeVar("T")
@@ -67,6 +67,8 @@ class RoleGroup(Generic[R]):
         self.mesh = mesh
         self.is_deterministic = is_deterministic
         self.on_call = on_call
+        self.are_replicas = any(_is_queued(endpoint) for endpoint in endpoints(role_class).values())
+        """Whether members work each by itself (they take rows from a queue), so that others go on when one dies."""
         self.handle: R = make_handle(role_class, self)
 
     @property
@@ -101,7 +103,7 @@ class RoleGroup(Generic[R]):
         refuse_in_loop()
         if _is_queued(endpoint):
             return run_sync(self._start(endpoint, args, kwargs))
-        calls = scatter(endpoint, args, kwargs, self.mesh)
+        calls = self._calls(endpoint, args, kwargs)
         if not calls:
             return empty_result(endpoint, args, kwargs)
         sent = [self._send(endpoint, call) for call in calls]
@@ -141,11 +143,21 @@ class RoleGroup(Generic[R]):
             if count is None:
                 raise BatchError(f"{endpoint.name}() takes its rows from a queue and was given no batch or list")
             return _value(empty_result(endpoint, args, kwargs)) if not count else self._queue(endpoint, args, kwargs)
-        calls = scatter(endpoint, args, kwargs, self.mesh)
+        calls = self._calls(endpoint, args, kwargs)
         if not calls:
             return _value(empty_result(endpoint, args, kwargs))
         sent = [self._send(endpoint, call) for call in calls]
         return self._collect(endpoint, calls, sent)
+
+    def _calls(self, endpoint: AnyEndpoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Call]:
+        """The call's parts; what goes to all replicas goes to the living ones, for each works by itself."""
+        calls = scatter(endpoint, args, kwargs, self.mesh)
+        if not self.are_replicas or endpoint.options.dispatch != "all" or endpoint.options.execute != "all":
+            return calls
+        living = [call for call in calls if self.members[call.rank].alive]
+        if not living:
+            raise RoleError("no replica is left", role=self.role, endpoint=endpoint.name)
+        return living
 
     def _send(self, endpoint: AnyEndpoint, call: Call) -> Sent:
         member = self.members[call.rank]

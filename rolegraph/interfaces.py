@@ -58,7 +58,7 @@ class TensorInfo:
 class TransferGroup:
     """Where the ranks of one weight-sync process group meet.
 
-    The sending rank is 0; replica r's workers follow, `offsets[r]` being the rank of its first.
+    The sending rank is 0; the workers of each living replica follow, `offsets[r]` being the rank of replica r's first.
     """
 
     backend: str
@@ -66,7 +66,7 @@ class TransferGroup:
     host: str
     port: int
     world_size: int
-    offsets: tuple[int, ...]
+    offsets: Mapping[int, int]
     timeout_s: float
 
 
@@ -178,8 +178,8 @@ class RolloutRole(Role):
         raise NotImplementedError
 
     @endpoint()
-    def transfer_workers(self) -> int:
-        """Engine processes of this replica that receive weights."""
+    def transfer_workers(self) -> tuple[int, int]:
+        """This replica's rank, and how many engine processes of it receive weights."""
         raise NotImplementedError
 
     @endpoint()

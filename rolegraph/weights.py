@@ -50,7 +50,8 @@ class WeightSync:
         self._timeout_s = timeout_s
         self._backend = backend
         self._manifest: list[TensorInfo] | None = None
-        self._connected = False
+        self._connected: list[dict[int, int]] | None = None
+        """The replicas of each receiver that are in the process group, and their numbers of workers."""
 
     async def sync(self) -> float:
         """Send the weights of now; returns seconds.
@@ -61,8 +62,12 @@ class WeightSync:
         started = time.monotonic()
         version = self.version + 1
         try:
-            if not self._connected:
-                await self._connect()
+            living = await self._living()
+            if living != self._connected:
+                # First sync, or a replica has died: the group without it is a new one.
+                if self._connected is not None:
+                    await self.close()
+                await self._connect(living)
             manifest = self._manifest or []
             calls: dict[str, Awaitable[object]] = {"train": self._train.send_weights(self._bucket_bytes)}
             for name, receiver in self._named():
@@ -72,14 +77,14 @@ class WeightSync:
             await self.close()
             raise
         except BaseException:  # cancelled: the run is ending, and the roles may be busy for as long as their time-out
-            self._connected = False
+            self._connected = None
             raise
         self.version = version
         return time.monotonic() - started
 
     async def close(self) -> None:
         """Make both sides leave the process group; roles that are gone are passed over."""
-        self._connected = False
+        self._connected = None
         self._manifest = None
         leaving = [self._train.disconnect_weights(), *(r.disconnect_weights() for r in self._receivers)]
         tasks = [asyncio.ensure_future(_as_coroutine(call)) for call in leaving]
@@ -88,22 +93,28 @@ class WeightSync:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _connect(self) -> None:
+    async def _living(self) -> list[dict[int, int]]:
+        """Of each receiver, the replicas that answer: rank to number of workers."""
+        found = await asyncio.gather(*(receiver.transfer_workers() for receiver in self._receivers))
+        return [dict(replicas) for replicas in found]
+
+    async def _connect(self, living: list[dict[int, int]]) -> None:
         self._manifest = await self._train.weight_manifest()
         host, port = await self._train.rendezvous()
-        workers = await asyncio.gather(*(r.transfer_workers() for r in self._receivers))
-        offsets: list[tuple[int, ...]] = []
+        offsets: list[dict[int, int]] = []
         rank = 1
-        for sizes in workers:
-            starts = [rank + sum(sizes[:i]) for i in range(len(sizes))]
-            offsets.append(tuple(starts))
-            rank += sum(sizes)
-        group = TransferGroup(self._backend, host, port, rank, (), self._timeout_s)
+        for workers in living:
+            firsts = {}
+            for replica, count in workers.items():
+                firsts[replica] = rank
+                rank += count
+            offsets.append(firsts)
+        group = TransferGroup(self._backend, host, port, rank, {}, self._timeout_s)
         calls: dict[str, Awaitable[object]] = {"train": self._train.connect_weights(group)}
-        for (name, receiver), starts_ in zip(self._named(), offsets, strict=True):
-            calls[name] = receiver.connect_weights(replace(group, offsets=starts_))
+        for (name, receiver), firsts in zip(self._named(), offsets, strict=True):
+            calls[name] = receiver.connect_weights(replace(group, offsets=firsts))
         await _together(f"connecting for weight sync {self.version + 1}", calls, self._timeout_s)
-        self._connected = True
+        self._connected = living
 
     def _named(self) -> list[tuple[str, RolloutRole]]:
         if len(self._receivers) == 1:

@@ -82,14 +82,19 @@ def rolegraph(*words: str, cwd: Path, timeout_s: float = 280.0) -> subprocess.Co
     return done
 
 
-def marked(mark: str) -> list[str]:
-    """The processes of a command, by what they were started as."""
-    found = []
+def marked_pids(mark: str) -> dict[int, str]:
+    """The processes of a command by pid, as what they call themselves."""
+    found = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(" ".join(process.cmdline())[:200])
+                found[process.pid] = " ".join(process.cmdline())[:200]
     return found
+
+
+def marked(mark: str) -> list[str]:
+    """The processes of a command, as what they call themselves."""
+    return list(marked_pids(mark).values())
 
 
 def run(*overrides: str, folder: Path, timeout_s: float = 280.0) -> Finished:

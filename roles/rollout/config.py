@@ -78,9 +78,8 @@ class VLLMRolloutConfig:
                 f"set rollout.replicas={self.data_parallel_size} instead"
             )
         if self.replicas is not None and self.ranks is not None and self.replicas != self.ranks:
-            found.append(
-                f"rollout.replicas={self.replicas} and rollout.ranks={self.ranks} name the same number: give one of them"
-            )
+            both = f"rollout.replicas={self.replicas} and rollout.ranks={self.ranks}"
+            found.append(f"{both} name the same number: give one of them")
         for name in ("tensor_parallel_size", "max_num_seqs", "replicas", "ranks", "max_model_len", "kv_cache_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -118,9 +118,9 @@ class VLLMRollout(RolloutRole):
         return self._engine.abort()
 
     @endpoint()
-    def transfer_workers(self) -> int:
+    def transfer_workers(self) -> tuple[int, int]:
         """See `RolloutRole.transfer_workers`."""
-        return self.config.tensor_parallel_size
+        return self.context.rank, self.config.tensor_parallel_size
 
     @endpoint()
     def connect_weights(self, group: TransferGroup) -> None:

@@ -21,9 +21,10 @@ from rolegraph.host import RoleSpec
 from rolegraph.interfaces import SamplingParams
 from rolegraph.models import ModelConfig, ensure
 from rolegraph.placement import Inventory, Node, PlacementConfig, plan, requests
+from rolegraph.telemetry import read_metrics
 from roles.rollout.config import VLLMRolloutConfig
 from roles.rollout.vllm import VLLMRollout
-from tests.runs import DRIVER, MARK, SMALL, logs, marked
+from tests.runs import DRIVER, MARK, SMALL, logs, marked, marked_pids
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -59,6 +60,36 @@ async def test_rows_of_a_killed_replica_are_generated_by_another(ray_cluster: No
     ), "a row has the same draws whichever replica made it"
 
 
+def wait_for_steps(process: subprocess.Popen[bytes], folder: Path, steps: int) -> None:
+    """Return once a run has logged so many steps."""
+    deadline = time.monotonic() + 240
+    metrics = folder / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_text().count("\n") >= steps):
+        assert process.poll() is None, (folder / "output").read_text()[-3000:] + logs(folder)
+        assert time.monotonic() < deadline, logs(folder)
+        time.sleep(0.2)
+
+
+def test_a_run_goes_on_without_the_replica_that_was_killed(tmp_path: Path) -> None:
+    mark, root = uuid.uuid4().hex, Path(__file__).parents[2]
+    layout = ("placement=separate", "rollout.replicas=2", "max_steps=6")
+    words = ["run", "algorithm=grpo", "model=tiny", *SMALL, *layout, f"output_dir={tmp_path}"]
+    env = {**os.environ, "PYTHONPATH": str(root), MARK: mark}
+    with (tmp_path / "output").open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-c", DRIVER, *words], env=env, stdout=output, stderr=subprocess.STDOUT, cwd=root
+        )
+    try:
+        wait_for_steps(process, tmp_path, 2)
+        os.kill(next(pid for pid, title in marked_pids(mark).items() if "VLLMRollout" in title), signal.SIGKILL)
+        assert process.wait(180) == 0, (tmp_path / "output").read_text()[-3000:] + logs(tmp_path)
+    finally:
+        process.kill()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["rows"] for row in rows] == [32.0] * 6
+    assert max(row["rollout_logprob_difference/max"] for row in rows) < 1e-4, "the other one still gets new weights"
+
+
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_frees_everything_within_seconds(kind: signal.Signals, tmp_path: Path) -> None:
     mark = uuid.uuid4().hex
@@ -70,12 +101,7 @@ def test_an_interrupted_run_frees_everything_within_seconds(kind: signal.Signals
             [sys.executable, "-c", DRIVER, *words], env=env, stdout=output, stderr=subprocess.STDOUT, cwd=root
         )
     try:
-        deadline = time.monotonic() + 240
-        metrics = tmp_path / "metrics.jsonl"
-        while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
-            assert process.poll() is None, (tmp_path / "output").read_text()[-3000:] + logs(tmp_path)
-            assert time.monotonic() < deadline, logs(tmp_path)
-            time.sleep(0.2)
+        wait_for_steps(process, tmp_path, 2)
         process.send_signal(kind)
         sent = time.monotonic()
         while (left := marked(mark)) and time.monotonic() - sent < 10:

@@ -22,7 +22,7 @@ from rolegraph.wire import pack, unpack
 
 
 def group_of(ranks: int, timeout_s: float = 20.0) -> TransferGroup:
-    return TransferGroup("gloo", "127.0.0.1", free_port(), ranks, (1,), timeout_s)
+    return TransferGroup("gloo", "127.0.0.1", free_port(), ranks, {0: 1}, timeout_s)
 
 
 def weights(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -230,17 +230,18 @@ class FakeRollout:
     """A group of replicas, each with `workers` engine processes."""
 
     def __init__(self, replicas: int, workers: int) -> None:
-        self.sizes = [workers] * replicas
+        self.sizes = dict.fromkeys(range(replicas), workers)
+        """Workers of the living replicas."""
         self.receivers: list[WeightReceiver] = []
         self.got: list[dict[str, torch.Tensor]] = []
         self.version = 0
         self.fault: Exception | None = None
 
-    async def transfer_workers(self) -> list[int]:
-        return self.sizes
+    async def transfer_workers(self) -> list[tuple[int, int]]:
+        return list(self.sizes.items())
 
     async def connect_weights(self, group: TransferGroup) -> None:
-        ranks = [first + i for first, size in zip(group.offsets, self.sizes, strict=True) for i in range(size)]
+        ranks = [group.offsets[replica] + i for replica, size in self.sizes.items() for i in range(size)]
         self.receivers = await asyncio.gather(*(asyncio.to_thread(WeightReceiver, group, rank) for rank in ranks))
 
     async def receive_weights(self, manifest: list[TensorInfo], bucket_bytes: int, version: int) -> list[float]:
@@ -285,6 +286,20 @@ async def test_a_failed_sync_names_the_role_and_the_next_one_recovers(guilty: st
     await sync.sync()
     assert sync.version == rollout.version == 2
     assert torch.equal(rollout.got[1]["embed"], train.tensors["embed"])
+    await sync.close()
+
+
+async def test_a_replica_that_died_is_left_out_of_the_next_sync() -> None:
+    train, rollout = FakeTrain(), FakeRollout(3, 1)
+    sync = WeightSync(train, [rollout], timeout_s=15)  # type: ignore[arg-type, list-item]
+    await sync.sync()
+    rollout.receivers.pop(1).close()
+    del rollout.sizes[1]
+    train.tensors = weights(seed=3)
+    await sync.sync()
+    assert sync.version == 2
+    assert len(rollout.got) == 2
+    assert all(torch.equal(got["embed"], train.tensors["embed"]) for got in rollout.got)
     await sync.close()
 
 

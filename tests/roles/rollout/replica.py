@@ -66,7 +66,7 @@ def push(
     timeout_s: float = 30.0,
 ) -> None:
     """One whole sync: connect, send, receive, disconnect. Raises the receiver's fault before the sender's."""
-    group = TransferGroup("gloo", "127.0.0.1", free_port(), 1 + role.transfer_workers(), (1,), timeout_s)
+    group = TransferGroup("gloo", "127.0.0.1", free_port(), 1 + role.transfer_workers()[1], {0: 1}, timeout_s)
     with ThreadPoolExecutor(2) as pool:
         joined = pool.submit(role.connect_weights, group)
         sender = WeightSender(group)

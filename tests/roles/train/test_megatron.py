@@ -255,7 +255,7 @@ def test_sends_what_the_manifest_says(start: Start) -> None:
     role = start()
     role.step(make_batch(8, 0), loss=NLL)
     host, port = role.rendezvous()
-    group = TransferGroup("gloo", host, port, 2, (1,), 30.0)
+    group = TransferGroup("gloo", host, port, 2, {0: 1}, 30.0)
     received: dict[str, torch.Tensor] = {}
 
     def receive() -> None:
