@@ -23,8 +23,9 @@ class FunctionORM(ORMRole):
     """Scores responses with the functions of `reward`; subclass and override `rewards` to compute them otherwise."""
 
     Config = FunctionORMConfig
-    queue_rows = 16
-    """Functions take lists, and a response is judged in far less time than a call travels."""
+    queue_rows = 128
+    """A response is judged in far less time than a call travels. The pool cuts a call into parts of
+    `reward.rows_per_call` rows for all its workers, each with a deadline of its own, so long calls cost no rewards."""
 
     config: FunctionORMConfig
 
