@@ -2,13 +2,16 @@
 
 Megatron's own fallback multiplies out the [batch, heads, seq, seq] scores and knows no packed sequences. This one takes
 both layouts: right-padded [seq, batch, heads, dim] (causal masking alone keeps padding out of the real positions) and
-sequences packed end to end, given by their cumulative lengths.
+sequences packed end to end, given by their cumulative lengths. A packed sequence may branch: a prompt and several
+responses to it, each of which sees the prompt and itself.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,6 +23,16 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
+
+
+@dataclass
+class BranchedSeqParams(PackedSeqParams):  # type: ignore[misc]
+    """Packed sequences of which some are a prompt and several responses to it."""
+
+    branches: tuple[tuple[int, ...], ...] = ()
+    """What each sequence is made of, see `packing.MicroBatch.branches`."""
+    masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    """By prompt and response length; every layer uses the same."""
 
 
 class SDPAttention(MegatronModule):  # type: ignore[misc]
@@ -69,30 +82,64 @@ class SDPAttention(MegatronModule):  # type: ignore[misc]
             raise ValueError("attention bias needs Transformer Engine")
         if packed_seq_params is None:
             return self._attend(query, key, value)
-        runs = _equal_runs(packed_seq_params.cu_seqlens_q)
+        runs = _equal_runs(packed_seq_params)
         if len(runs) == 1:
-            return self._attend_run(query, key, value, *runs[0])
-        sizes = [count * length for count, length in runs]
-        parts = zip(*(torch.split(t, sizes) for t in (query, key, value)), runs, strict=True)
-        return torch.cat([self._attend_run(q, k, v, *run) for q, k, v, run in parts])
+            return self._attend_run((query, key, value), *runs[0], packed_seq_params)
+        sizes = [count * sum(sequence) for count, sequence in runs]
+        parts = zip(*(torch.split(t, sizes) for t in (query, key, value)), strict=True)
+        return torch.cat(
+            [self._attend_run(part, *run, packed_seq_params) for part, run in zip(parts, runs, strict=True)]
+        )
 
-    def _attend_run(self, query: Tensor, key: Tensor, value: Tensor, count: int, length: int) -> Tensor:
-        """`count` packed sequences of the same `length`, as one padded batch without padding."""
+    def _attend_run(
+        self, part: tuple[Tensor, Tensor, Tensor], count: int, sequence: tuple[int, ...], params: PackedSeqParams
+    ) -> Tensor:
+        """`count` packed sequences of the same lengths, as one padded batch without padding."""
+        query, key, value = part
+        if len(sequence) > 1:
+            groups = zip(*(t.chunk(count) for t in part), strict=True)
+            return torch.cat([self._attend_branches(q, k, v, sequence, params.masks) for q, k, v in groups])
         if count == 1:
             return self._attend(query, key, value)
         # [count * length, 1, n, d] -> [length, count, n, d], a view
         query, key, value = (
-            t.view(count, length, t.shape[-2], t.shape[-1]).transpose(0, 1) for t in (query, key, value)
+            t.view(count, sequence[0], t.shape[-2], t.shape[-1]).transpose(0, 1) for t in (query, key, value)
         )
-        return self._attend(query, key, value).transpose(0, 1).reshape(count * length, 1, -1)
+        return self._attend(query, key, value).transpose(0, 1).reshape(count * sequence[0], 1, -1)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend_branches(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sequence: tuple[int, ...],
+        masks: dict[tuple[int, int], Tensor],
+    ) -> Tensor:
+        """A prompt and the responses to it: the prompt alone, then the responses as a batch behind copies of it."""
+        prompt, *lengths = sequence
+        sizes = [prompt, sum(lengths)]
+        (query, queries), (key, keys), (value, values) = (torch.split(t, sizes) for t in (query, key, value))
+        longest = max(lengths)
+        if (prompt, longest) not in masks:
+            # Response token i sees the whole prompt and the response up to itself.
+            hidden = torch.ones(longest, prompt + longest, dtype=torch.bool, device=query.device).triu(prompt + 1)
+            masks[prompt, longest] = torch.zeros_like(hidden, dtype=query.dtype).masked_fill(hidden, -torch.inf)
+        behind = [
+            torch.cat([head.expand(-1, len(lengths), -1, -1), _stack(tail, lengths)])
+            for head, tail in ((key, keys), (value, values))
+        ]
+        out = self._attend(_stack(queries, lengths), behind[0], behind[1], mask=masks[prompt, longest])
+        responses = (out[:length, row, None] for row, length in enumerate(lengths))
+        return torch.cat([self._attend(query, key, value), *responses])
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         seq, batch = query.shape[:2]
         query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         dropout = self.dropout if self.training else 0.0
         attend = partial(
             F.scaled_dot_product_attention,
-            is_causal=True,
+            attn_mask=mask,
+            is_causal=mask is None,
             scale=self.softmax_scale,
             dropout_p=dropout,
             enable_gqa=query.shape[1] != key.shape[1],
@@ -105,8 +152,16 @@ class SDPAttention(MegatronModule):  # type: ignore[misc]
         return context.permute(2, 0, 1, 3).reshape(seq, batch, -1)
 
 
-def _equal_runs(cu_seqlens: Tensor) -> list[tuple[int, int]]:
-    """(how many, length) of each run of consecutive sequences of one length, empty ones left out."""
-    lengths = cu_seqlens.diff().tolist()
-    runs = [(len(list(group)), length) for length, group in itertools.groupby(lengths)]
-    return [(count, length) for count, length in runs if length]
+def _stack(packed: Tensor, lengths: Sequence[int]) -> Tensor:
+    """[sum of lengths, 1, ...] to [longest, len(lengths), ...], zeros behind the shorter ones."""
+    if len(set(lengths)) == 1:
+        return packed.view(len(lengths), lengths[0], *packed.shape[2:]).transpose(0, 1)
+    return torch.nn.utils.rnn.pad_sequence([part[:, 0] for part in torch.split(packed, list(lengths))])
+
+
+def _equal_runs(params: PackedSeqParams) -> list[tuple[int, tuple[int, ...]]]:
+    """(how many, what they are made of) of each run of consecutive sequences that are alike, empty ones left out."""
+    sequences = params.branches if isinstance(params, BranchedSeqParams) else ()
+    sequences = sequences or tuple((length,) for length in params.cu_seqlens_q.diff().tolist())
+    runs = [(len(list(group)), sequence) for sequence, group in itertools.groupby(sequences)]
+    return [(count, sequence) for count, sequence in runs if sum(sequence)]

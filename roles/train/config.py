@@ -82,6 +82,10 @@ class MegatronTrainConfig:
     padding_free: bool | None = None
     """Rows of a micro-batch are packed end to end instead of padded to the longest; null: true, except with context
     parallelism."""
+    share_prompts: bool | None = None
+    """Packed rows that follow each other and have the same prompt (the samples of one group) compute it once: the same
+    numbers from fewer tokens, except that a mixture of experts counts the prompt once in its load. null: true where
+    rows are packed and Transformer Engine is not installed, whose attention does not have it."""
 
     # The optimizer (AdamW) and its schedule.
     lr: float = 1e-6
@@ -123,6 +127,11 @@ class MegatronTrainConfig:
         if self.padding_free is None:
             return self.context_parallel_size == 1
         return self.padding_free
+
+    @property
+    def wants_shared_prompts(self) -> bool:
+        """`share_prompts` with its default filled in, as far as it goes without looking at the installation."""
+        return self.uses_padding_free if self.share_prompts is None else self.share_prompts
 
     @property
     def rows_per_micro_batch(self) -> int | None:
@@ -175,6 +184,8 @@ class MegatronTrainConfig:
             )
         if self.padding_free and self.context_parallel_size > 1:
             found.append("train.padding_free=true does not go with context parallelism: set train.padding_free=false")
+        if self.share_prompts and not self.uses_padding_free:
+            found.append("train.share_prompts=true needs packed rows: drop it, or train.padding_free=false")
         if self.min_lr > self.lr:
             found.append(f"train.min_lr={self.min_lr} is above train.lr={self.lr}")
         return found

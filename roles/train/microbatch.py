@@ -3,12 +3,16 @@
 Rows of like length go together, so that little of a padded micro-batch is padding; a packed one has none, so there the
 rows are packed first-fit decreasing. The largest micro-batches come first: a shortage of memory shows at once, and the
 allocator's buffers fit everything that follows.
+
+Where neighbouring rows share their prompt, they stay together as far as the limits allow: what is packed are then
+pieces of such a family, each as long as its prompt and its responses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from rolegraph.errors import PlanError
 
@@ -20,14 +24,21 @@ class _Size:
     lengths: Sequence[int]
     padding_free: bool
     multiple_of: int
+    shared: Sequence[int]
+    """Tokens that each row need not take when it follows the row before it."""
 
     def __call__(self, rows: Sequence[int]) -> int:
         """Tokens of the micro-batch, its padding counted."""
         if not rows:
             return 0
         if self.padding_free:
-            return self.round(sum(self.lengths[row] for row in rows))
+            return self.round(self.tokens(rows))
         return len(rows) * self.round(max(self.lengths[row] for row in rows))
+
+    def tokens(self, rows: Sequence[int]) -> int:
+        """Tokens of the rows end to end, shared prompts counted once."""
+        shared = sum(self.shared[row] for before, row in pairwise(rows) if row == before + 1)
+        return sum(self.lengths[row] for row in rows) - shared
 
     def round(self, tokens: int) -> int:
         """The next multiple of `multiple_of`."""
@@ -42,13 +53,15 @@ def plan_microbatches(
     count: int | None = None,
     padding_free: bool = False,
     multiple_of: int = 1,
+    shared: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Split rows 0..len(lengths)-1 into micro-batches; every row is in exactly one.
 
     `rows_per` limits the rows of a micro-batch and `tokens_per` its tokens (padding counted: rows x the longest, each
     rounded up to `multiple_of`; packed: the rounded sum); with both, both hold, with neither, only `count` splits.
     `count` asks for at least that many micro-batches, since ranks that share collectives must agree on the number: the
-    largest are split further, and with fewer rows than `count` the last ones are empty.
+    largest are split further, and with fewer rows than `count` the last ones are empty. `shared` are the tokens of each
+    row's prompt where the row before it has the same one, else 0 (packed rows only).
 
     Raises PlanError where one row alone exceeds `tokens_per`.
 
@@ -56,10 +69,12 @@ def plan_microbatches(
     [[1, 3], [2, 0]]
     >>> plan_microbatches([3, 9, 4, 8], tokens_per=12, padding_free=True)
     [[1, 0], [3, 2]]
+    >>> plan_microbatches([9, 5, 8, 9], rows_per=3, padding_free=True, shared=[0, 4, 4, 0])
+    [[0, 1, 2], [3]]
     """
-    size = _Size([int(length) for length in lengths], padding_free, multiple_of)
+    size = _Size([int(length) for length in lengths], padding_free, multiple_of, shared or [0] * len(lengths))
     _check(size, rows_per, tokens_per, count)
-    order = sorted(range(len(size.lengths)), key=lambda row: (-size.lengths[row], row))
+    order = sorted(_pieces(size, tokens_per, rows_per), key=lambda piece: (-size.tokens(piece), piece[0]))
     if tokens_per is not None and padding_free:
         parts = _first_fit(order, size, tokens_per, rows_per)
     else:
@@ -86,45 +101,64 @@ def _check(size: _Size, rows_per: int | None, tokens_per: int | None, count: int
         )
 
 
-def _cut(order: Sequence[int], size: _Size, tokens_per: int | None, rows_per: int | None) -> list[list[int]]:
-    """Cut rows, longest first, as late as the limits allow: the fewest parts that neighbours in length can make."""
+def _pieces(size: _Size, tokens_per: int | None, rows_per: int | None) -> list[list[int]]:
+    """Neighbouring rows that share a prompt, as many in a piece as the limits allow; other rows are alone."""
+    pieces: list[list[int]] = []
+    used = 0
+    for row in range(len(size.lengths)):
+        own = size.lengths[row] - size.shared[row]
+        if size.shared[row] and _fits(pieces[-1], used, 1, own, size, tokens_per, rows_per):
+            pieces[-1].append(row)
+            used += own
+        else:
+            pieces.append([row])
+            used = size.lengths[row]
+    return pieces
+
+
+def _cut(order: Sequence[list[int]], size: _Size, tokens_per: int | None, rows_per: int | None) -> list[list[int]]:
+    """Cut pieces, longest first, as late as the limits allow: the fewest parts that neighbours in length can make."""
     parts: list[list[int]] = []
     used = 0
-    for row in order:
+    for piece in order:
+        tokens = size.tokens(piece)
         # Longest first, so the first row of a part sets the padded length of the whole part.
-        if parts and _fits(parts[-1], used, row, size, tokens_per, rows_per):
-            parts[-1].append(row)
+        if parts and _fits(parts[-1], used, len(piece), tokens, size, tokens_per, rows_per):
+            parts[-1].extend(piece)
         else:
-            parts.append([row])
+            parts.append(list(piece))
             used = 0
-        used += size.lengths[row]
+        used += tokens
     return parts
 
 
-def _fits(part: Sequence[int], used: int, row: int, size: _Size, tokens_per: int | None, rows_per: int | None) -> bool:
-    """Whether a row no longer than the first of `part` still has room beside its `used` tokens."""
-    if rows_per is not None and len(part) >= rows_per:
+def _fits(
+    part: Sequence[int], used: int, rows: int, tokens: int, size: _Size, tokens_per: int | None, rows_per: int | None
+) -> bool:
+    """Whether some rows, none longer than the first of a padded `part`, still have room beside its `used` tokens."""
+    if rows_per is not None and len(part) + rows > rows_per:
         return False
     if tokens_per is None:
         return True
     if size.padding_free:
-        return size.round(used + size.lengths[row]) <= tokens_per
-    return (len(part) + 1) * size.round(size.lengths[part[0]]) <= tokens_per
+        return size.round(used + tokens) <= tokens_per
+    return (len(part) + rows) * size.round(size.lengths[part[0]]) <= tokens_per
 
 
-def _first_fit(order: Sequence[int], size: _Size, tokens_per: int, rows_per: int | None) -> list[list[int]]:
+def _first_fit(order: Sequence[list[int]], size: _Size, tokens_per: int, rows_per: int | None) -> list[list[int]]:
     """First-fit decreasing bin packing: within 11/9 of the fewest parts (plus one)."""
     parts: list[list[int]] = []
     used: list[int] = []
-    for row in order:
+    for piece in order:
+        tokens = size.tokens(piece)
         for index, part in enumerate(parts):
-            if _fits(part, used[index], row, size, tokens_per, rows_per):
-                part.append(row)
-                used[index] += size.lengths[row]
+            if _fits(part, used[index], len(piece), tokens, size, tokens_per, rows_per):
+                part.extend(piece)
+                used[index] += tokens
                 break
         else:
-            parts.append([row])
-            used.append(size.lengths[row])
+            parts.append(list(piece))
+            used.append(tokens)
     return parts
 
 
@@ -135,9 +169,10 @@ def _split_largest(parts: list[list[int]], size: _Size) -> list[list[int]]:
         return [*parts, []]
     index = max(splittable, key=lambda i: (size(parts[i]), len(parts[i]), -i))
     part = parts[index]
-    total = sum(size.lengths[row] for row in part)
-    cut, seen = 1, size.lengths[part[0]]
-    while cut < len(part) - 1 and 2 * (seen + size.lengths[part[cut]]) <= total:
-        seen += size.lengths[part[cut]]
+    total = size.tokens(part)
+    cut = 1
+    ends = list(accumulate(size.tokens(pair) - size.lengths[pair[0]] for pair in pairwise(part)))
+    first = size.lengths[part[0]]
+    while cut < len(part) - 1 and 2 * (first + ends[cut - 1]) <= total:
         cut += 1
     return [*parts[:index], part[:cut], part[cut:], *parts[index + 1 :]]

@@ -175,6 +175,11 @@ def _check(config: MegatronTrainConfig, hf_config: Any, experts: bool) -> None:
             f"train.context_parallel_size={config.context_parallel_size} needs Transformer Engine, which is not "
             "installed: megatron-core's context-parallel attention exists there only; set it to 1"
         )
+    if config.share_prompts and bridges.HAVE_TE:
+        found.append(
+            "train.share_prompts=true is for installations without Transformer Engine, whose attention has no prompts "
+            "that several responses see: set it to null"
+        )
     expert_parallel = config.expert_model_parallel_size
     if expert_parallel > 1 and not experts:
         found.append(f"train.expert_model_parallel_size={expert_parallel}, but {hf_config.model_type} has no experts")

@@ -4,10 +4,15 @@ This is the one place of the trainer where positions shift: the output at a toke
 token i of a row is predicted at position `prompt + i - 1`. A row with an empty prompt (raw-text training) has no
 position that predicts its first token: that token stays in its place, so that every column keeps its alignment, but
 its mask is 0, it counts in no denominator, and its logprob is reported as 0.
+
+Packed rows that follow each other and have the same prompt may share it: it is laid out once, the responses come after
+it, and each attends to the prompt and to itself (`MicroBatch.branches`). That changes no number, only how often the
+prompt is computed.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -54,9 +59,15 @@ class MicroBatch:
     position_ids: Tensor
     """int64, of the shape of `input_ids`; each sequence counts from 0."""
     cu_seqlens: Tensor | None
-    """[sequences + 1] int32, where each packed sequence starts, the padding tail as the last; null when padded."""
+    """[sequences + 1] int32, where each packed sequence starts, the padding tail as the last; null when padded. A
+    prompt with the responses that share it counts as one."""
     max_seqlen: int
-    """Tokens of the longest sequence, a padding tail included."""
+    """Tokens of the longest sequence, a padding tail included; of a shared prompt's, the longest response alone."""
+    branches: tuple[tuple[int, ...], ...]
+    """Where prompts are shared, what each packed sequence is made of: (tokens,), or (prompt, response, response, ...).
+    Empty where none is shared."""
+    tokens: int
+    """Positions that hold a token."""
     predict: Tensor
     """[tokens] int64, the position (flat, row-major in `input_ids`) whose output predicts each response token."""
     response: ResponseTokens
@@ -110,37 +121,69 @@ class MicroBatch:
 
 
 def collate(
-    batch: Batch, rows: Sequence[int], *, padding_free: bool, multiple_of: int = 1, pad_id: int = 0
+    batch: Batch,
+    rows: Sequence[int],
+    *,
+    padding_free: bool,
+    share_prompts: bool = False,
+    multiple_of: int = 1,
+    pad_id: int = 0,
 ) -> MicroBatch:
     """Lay out `rows` of a local batch as one micro-batch.
 
     Padded rows are as long as the longest, rounded up to `multiple_of`. Packed rows follow each other in one sequence
-    whose length is rounded up by a tail of `pad_id`, a sequence of its own that nothing attends to. No rows, or rows
-    without a token: a dummy row without response tokens, so that the ranks of a group stay in step.
+    whose length is rounded up by a tail of `pad_id`, a sequence of its own that nothing attends to; with
+    `share_prompts`, neighbours in `rows` that have the same prompt share it. No rows, or rows without a token: a dummy
+    row without response tokens, so that the ranks of a group stay in step.
 
     Raises AlignmentError, with the uid, where a per-token column has another length than the response.
     """
     index = np.asarray(rows, dtype=np.int64)
     prompt, prompt_lengths = _gather(batch, "prompt_ids", index)
     response, response_lengths = _gather(batch, "response_ids", index)
-    lengths = prompt_lengths + response_lengths
-    layout = _pack(lengths, multiple_of) if padding_free else _pad(lengths, multiple_of)
+    if padding_free:
+        first = ~_repeats(batch, index) if share_prompts else np.ones(len(index), dtype=bool)
+        layout = _pack(prompt_lengths, response_lengths, first, multiple_of)
+    else:
+        layout = _pad(prompt_lengths, response_lengths, multiple_of)
 
-    input_ids = np.full(layout.shape, pad_id, dtype=np.int64)
+    input_ids = np.full(layout.positions.shape, pad_id, dtype=np.int64)
     flat = input_ids.reshape(-1)
-    flat[_spread(layout.starts, prompt_lengths)] = prompt
-    target = _spread(layout.starts + prompt_lengths, response_lengths)
+    # The rows of a shared prompt all write it, to the same place.
+    flat[_spread(layout.prompts, prompt_lengths)] = prompt
+    target = _spread(layout.responses, response_lengths)
     flat[target] = response
-    # A first token without a predictor points at itself: any position would do, its mask is 0.
-    predict = np.maximum(target - 1, np.repeat(layout.starts, response_lengths))
+    predict = target - 1
+    filled = response_lengths > 0
+    # A prompt's last position predicts the first token of every response. Without a prompt that token points at
+    # itself: any position would do, its mask is 0.
+    firsts = (np.cumsum(response_lengths) - response_lengths)[filled]
+    predict[firsts] = np.where(prompt_lengths > 0, layout.prompts + prompt_lengths - 1, layout.responses)[filled]
     return MicroBatch(
         input_ids=torch.from_numpy(input_ids),
         position_ids=torch.from_numpy(layout.positions),
         cu_seqlens=None if layout.cu_seqlens is None else torch.from_numpy(layout.cu_seqlens),
         max_seqlen=layout.max_seqlen,
+        branches=layout.branches,
+        tokens=layout.tokens,
         predict=torch.from_numpy(predict),
         response=response_tokens(batch, rows),
     )
+
+
+def shared_prompts(batch: Batch) -> IntArray:
+    """[rows] the tokens of each row's prompt where the row before it has the same one, else 0."""
+    lengths = np.diff(_offsets(batch, "prompt_ids"))
+    return np.where(_repeats(batch, np.arange(len(batch))), lengths, 0)
+
+
+def _repeats(batch: Batch, index: IntArray) -> npt.NDArray[np.bool_]:
+    """[rows] whether each row has the same prompt as the one before it; an empty prompt is none to share."""
+    ragged = batch.ragged("prompt_ids")
+    bounds = np.stack([_offsets(batch, "prompt_ids")[index], _offsets(batch, "prompt_ids")[index + 1]], axis=1).tolist()
+    prompts = [ragged.values[start:stop] for start, stop in bounds]
+    same = [len(one) > 0 and np.array_equal(one, two) for one, two in itertools.pairwise(prompts)]
+    return np.array([False, *same][: len(index)], dtype=bool)
 
 
 def response_tokens(batch: Batch, rows: Sequence[int] | None = None) -> ResponseTokens:
@@ -188,36 +231,61 @@ def per_token_column(batch: Batch, parts: Sequence[tuple[Sequence[int], npt.NDAr
 class _Layout:
     """Where the rows of a micro-batch lie in its flat tokens."""
 
-    shape: tuple[int, int]
-    starts: IntArray
     positions: IntArray
+    prompts: IntArray
+    """Where each row's prompt starts."""
+    responses: IntArray
     cu_seqlens: npt.NDArray[np.int32] | None
     max_seqlen: int
+    branches: tuple[tuple[int, ...], ...]
+    tokens: int
 
 
-def _pad(lengths: IntArray, multiple_of: int) -> _Layout:
+def _pad(prompts: IntArray, responses: IntArray, multiple_of: int) -> _Layout:
     """Rows under each other, all as long as the longest."""
+    lengths = prompts + responses
     width = _round(int(lengths.max(initial=1)), multiple_of)
-    shape = (max(len(lengths), 1), width)
-    positions = np.broadcast_to(np.arange(width), shape).copy()
-    return _Layout(shape, np.arange(len(lengths)) * width, positions, None, width)
+    positions = np.broadcast_to(np.arange(width), (max(len(lengths), 1), width)).copy()
+    starts = np.arange(len(lengths)) * width
+    return _Layout(positions, starts, starts + prompts, None, width, (), int(lengths.sum()))
 
 
-def _pack(lengths: IntArray, multiple_of: int) -> _Layout:
-    """Rows after each other, and what is missing to `multiple_of` as one more sequence."""
+def _pack(prompts: IntArray, responses: IntArray, first: npt.NDArray[np.bool_], multiple_of: int) -> _Layout:
+    """Rows after each other, and what is missing to `multiple_of` as one more sequence.
+
+    A row that is not `first` uses the prompt of the row before it.
+    """
+    own = np.where(first, prompts, 0)
+    lengths = own + responses
     total = int(lengths.sum())
     tail = _round(max(total, 1), multiple_of) - total
+    starts = np.cumsum(lengths) - lengths
+    heads = np.flatnonzero(first)
+    family = np.cumsum(first) - 1
+    # Each row is two ranges of positions: the part of the prompt it holds, and the response.
+    counts = np.append(np.stack([own, responses], axis=1).reshape(-1), tail)
+    positions = np.append(np.stack([np.zeros_like(prompts), prompts], axis=1).reshape(-1), 0)
     # Rows without a token take no place in cu_seqlens: attention kernels need not know empty sequences.
-    sequences = np.append(lengths, tail)
-    sequences = sequences[sequences > 0]
-    ends = np.cumsum(sequences)
+    sequences = np.append(np.add.reduceat(lengths, heads) if len(heads) else heads, tail)
+    ends = np.cumsum(sequences[sequences > 0])
     return _Layout(
-        shape=(1, total + tail),
-        starts=np.cumsum(lengths) - lengths,
-        positions=_spread(np.zeros_like(sequences), sequences)[None],
+        positions=_spread(positions, counts)[None],
+        prompts=starts[heads][family],
+        responses=starts + own,
         cu_seqlens=np.concatenate([[0], ends]).astype(np.int32),
-        max_seqlen=int(sequences.max()),
+        max_seqlen=int(max((prompts + responses).max(initial=0), tail)),
+        branches=() if first.all() else _branches(prompts, responses, heads, tail),
+        tokens=total,
     )
+
+
+def _branches(prompts: IntArray, responses: IntArray, heads: IntArray, tail: int) -> tuple[tuple[int, ...], ...]:
+    """What each packed sequence is made of, see `MicroBatch.branches`."""
+    sequences: list[tuple[int, ...]] = []
+    for start, stop in itertools.pairwise([*heads.tolist(), len(prompts)]):
+        prompt, parts = int(prompts[start]), [length for length in responses[start:stop].tolist() if length]
+        sequences.append((prompt, *parts) if len(parts) > 1 else (prompt + sum(parts),))
+    return tuple(sequence for sequence in [*sequences, (tail,)] if sum(sequence))
 
 
 def _round(tokens: int, multiple_of: int) -> int:

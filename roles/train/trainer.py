@@ -26,12 +26,13 @@ from rolegraph.batch import Batch
 from rolegraph.losses.types import Loss, LossOutput, Stat, TokenBatch, Totals
 from roles.train import bridge as bridges
 from roles.train import context
+from roles.train.attention import BranchedSeqParams
 from roles.train.config import MegatronTrainConfig
 from roles.train.logprob import linear_logprobs
 from roles.train.metrics import gather_counts, reduce_over, reduce_stats
 from roles.train.microbatch import plan_microbatches
 from roles.train.model import Policy
-from roles.train.packing import MicroBatch, collate, per_token_column, response_tokens
+from roles.train.packing import MicroBatch, collate, per_token_column, response_tokens, shared_prompts
 from roles.train.schedule import learning_rate
 
 FloatArray = npt.NDArray[np.float32]
@@ -72,7 +73,8 @@ class Trainer:
         self._multiple_of = config.tensor_model_parallel_size if self._sequence_parallel else 1
         if self._context_group.size() > 1:
             self._multiple_of *= 2 * self._context_group.size()
-        self._real_tokens = self._slots = 0
+        self._share_prompts = config.wants_shared_prompts and not bridges.HAVE_TE
+        self._tokens = self._slots = 0
 
     # ----- training -----
 
@@ -263,6 +265,7 @@ class Trainer:
             tokens_per=config.max_tokens_per_micro_batch,
             padding_free=config.uses_padding_free,
             multiple_of=self._multiple_of,
+            shared=shared_prompts(batch).tolist() if self._share_prompts else None,
         )
         rows = cut()
         tokens, samples = response_tokens(batch).totals() if len(batch) else (0.0, 0.0)
@@ -306,20 +309,22 @@ class Trainer:
         return results
 
     def _micro_batches(self, batch: Batch, plan: Plan) -> Iterator[MicroBatch]:
-        self._real_tokens = self._slots = 0
+        self._tokens = self._slots = 0
         for rows in plan.rows:
-            micro = collate(batch, rows, padding_free=self.config.uses_padding_free, multiple_of=self._multiple_of)
+            micro = collate(
+                batch,
+                rows,
+                padding_free=self.config.uses_padding_free,
+                share_prompts=self._share_prompts,
+                multiple_of=self._multiple_of,
+            )
             self._slots += micro.input_ids.numel()
-            self._real_tokens += self._tokens_of(batch, rows)
+            self._tokens += micro.tokens
             yield micro.to(self.policy.device)
-
-    def _tokens_of(self, batch: Batch, rows: list[int]) -> int:
-        offsets = [np.asarray(batch.ragged(name).offsets) for name in ("prompt_ids", "response_ids")]
-        return int(sum(np.diff(bounds)[rows].sum() for bounds in offsets)) if rows else 0
 
     def _padding(self) -> float:
         """Share of the slots this step that held no token, over all data-parallel ranks."""
-        counts = gather_counts([self._real_tokens, self._slots], self._data_group, self.policy.device).sum(0)
+        counts = gather_counts([self._tokens, self._slots], self._data_group, self.policy.device).sum(0)
         return 1.0 - float(counts[0]) / float(counts[1])
 
     def _hidden(self, model: torch.nn.Module, micro: MicroBatch) -> Tensor:
@@ -339,13 +344,15 @@ class Trainer:
     def _packed(self, micro: MicroBatch) -> PackedSeqParams | None:
         if micro.cu_seqlens is None:
             return None
-        return PackedSeqParams(
-            qkv_format="thd" if bridges.HAVE_TE else "sbhd",
-            cu_seqlens_q=micro.cu_seqlens,
-            cu_seqlens_kv=micro.cu_seqlens,
-            max_seqlen_q=micro.max_seqlen,
-            max_seqlen_kv=micro.max_seqlen,
-        )
+        lengths: dict[str, Any] = {
+            "cu_seqlens_q": micro.cu_seqlens,
+            "cu_seqlens_kv": micro.cu_seqlens,
+            "max_seqlen_q": micro.max_seqlen,
+            "max_seqlen_kv": micro.max_seqlen,
+        }
+        if bridges.HAVE_TE:
+            return PackedSeqParams(qkv_format="thd", **lengths)
+        return BranchedSeqParams(qkv_format="sbhd", branches=micro.branches, **lengths)
 
     def _on_every_stage(self, make: Callable[[], Any]) -> Any:
         """What `make` gives on the last pipeline stage, on all stages."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from rolegraph.batch import Batch
@@ -60,14 +61,24 @@ def make_batch(rows: int, seed: int, *, masked: bool = False) -> Batch:
     )
 
 
+def grouped(batch: Batch) -> Batch:
+    """The same rows, but runs of neighbours with the same prompt: groups of 3 and 2, one row alone, the first prompt
+    again."""
+    prompts = batch.lists("prompt_ids")
+    sources = [0, 0, 0, 1, 1, 2, 0, 3, 3, 3, 3]
+    chosen = [prompts[sources[row % len(sources)] % len(prompts)] for row in range(len(batch))]
+    return batch.with_columns({"prompt_ids": pa.array(chosen, pa.list_(pa.int32())), "uid": ["a"] * len(batch)})
+
+
 def training_batches() -> list[Batch]:
-    """What every case trains on: also fewer rows than data-parallel ranks, and a batch without a trained token."""
+    """What every case trains on: also prompt groups, fewer rows than data-parallel ranks, and a batch without a
+    trained token."""
     return [
-        make_batch(8, 0),
+        grouped(make_batch(8, 0)),
         make_batch(7, 1),
         make_batch(1, 2),
         make_batch(4, 3, masked=True),
-        make_batch(8, 4),
+        grouped(make_batch(8, 4)),
     ]
 
 

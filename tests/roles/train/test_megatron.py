@@ -17,7 +17,7 @@ from rolegraph.interfaces import LossSpec, TransferGroup
 from rolegraph.role import RoleContext
 from roles.train.config import MegatronTrainConfig
 from tests.models import make_checkpoint
-from tests.roles.train.megatron_workers import NLL, free_port, make_batch
+from tests.roles.train.megatron_workers import NLL, free_port, grouped, make_batch
 
 pytestmark = pytest.mark.engine
 
@@ -104,6 +104,39 @@ def test_packed_attention_stays_within_each_sequence(lengths: list[int]) -> None
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(grads, wanted, strict=True))
 
 
+@pytest.mark.parametrize("branches", [[(4, 3, 3)], [(5,), (3, 2, 4, 1), (3, 2, 4, 1), (2,), (2,), (1, 6, 6, 6)]])
+def test_responses_see_their_prompt_and_themselves(branches: list[tuple[int, ...]]) -> None:
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from roles.train.attention import BranchedSeqParams, SDPAttention
+
+    torch.manual_seed(0)
+    config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=4, num_query_groups=2, kv_channels=16)
+    attention = SDPAttention(config, 1, AttnMaskType.causal, "self").eval()
+    total = sum(map(sum, branches))
+    query = torch.randn(total, 1, 4, 16, requires_grad=True)
+    key, value = (torch.randn(total, 1, 2, 16, requires_grad=True) for _ in range(2))
+    bounds = torch.tensor([0, *np.cumsum([sum(sequence) for sequence in branches]).tolist()], dtype=torch.int32)
+    packed = BranchedSeqParams(qkv_format="sbhd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, branches=tuple(branches))
+    out = attention(query, key, value, packed_seq_params=packed)[:, 0]
+    expected, at = [], 0
+    for prompt, *responses in branches:
+        head = range(at, at + prompt)
+        at += prompt
+        expected.append(naive_attention(*(t[head, 0] for t in (query, key, value))))
+        for length in responses:
+            rows = [*head, *range(at, at + length)]
+            expected.append(naive_attention(*(t[rows, 0] for t in (query, key, value)))[prompt:])
+            at += length
+    wanted_out = torch.cat(expected)
+    assert torch.allclose(out, wanted_out, atol=1e-5)
+    weights = torch.randn_like(out)
+    grads = torch.autograd.grad((out * weights).sum(), (query, key, value))
+    wanted = torch.autograd.grad((wanted_out * weights).sum(), (query, key, value))
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(grads, wanted, strict=True))
+
+
 def test_context_parallel_chunks_come_back_in_order() -> None:
     from roles.train import context
 
@@ -142,6 +175,37 @@ def test_layout_and_micro_batches_change_nothing(start: Start, kind: str) -> Non
             assert abs(one["nll"] - two["nll"]) < 1e-5
             assert abs(one["grad_norm"] - two["grad_norm"]) < 1e-4
             assert one["longest"] == two["longest"]
+
+
+def gradients(role: Any, batch: Any) -> tuple[Any, dict[str, float], dict[str, torch.Tensor]]:
+    """Scores, metrics and the whole gradient of one step, from the weights at the start."""
+    scored = role.logprobs(batch, temperature=0.8, entropy=True)
+    metrics = role.step(batch, loss=NLL, lr=0.0)
+    return scored, metrics, {name: p.main_grad.clone() for name, p in role._policy.model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_shared_prompts_change_nothing(start: Start, kind: str) -> None:
+    batch = grouped(make_batch(11, 5))
+    layouts: list[dict[str, Any]] = [
+        {"share_prompts": False, "micro_batch_size": 11},
+        {"padding_free": False, "micro_batch_size": 4},
+        {"micro_batch_size": 11},
+        {"micro_batch_size": 2},
+        {"max_tokens_per_micro_batch": 40},
+    ]
+    seen = []
+    for layout in layouts:
+        seen.append(gradients(start(kind, clip_grad=0.0, **layout), batch))
+    scored, metrics, grads = seen[0]
+    for other, other_metrics, other_grads in seen[1:]:
+        assert np.abs(flat(other, "logprobs") - flat(scored, "logprobs")).max() < 1e-5
+        assert np.abs(flat(other, "entropy") - flat(scored, "entropy")).max() < 1e-5
+        assert abs(other_metrics["loss"] - metrics["loss"]) < 1e-5
+        assert abs(other_metrics["grad_norm"] - metrics["grad_norm"]) < 1e-5
+        for name, grad in grads.items():
+            assert (other_grads[name] - grad).abs().max() < 1e-5, name
+    assert seen[2][1]["padding"] == seen[3][1]["padding"] == 0.0
 
 
 def test_equal_runs_are_equal_bit_for_bit(start: Start) -> None:
@@ -284,6 +348,14 @@ def test_sending_without_a_connection_says_so(start: Start) -> None:
 # ----- what is refused -----
 
 
+def test_refuses_to_share_prompts_with_transformer_engine(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    from roles.train import bridge
+
+    monkeypatch.setattr(bridge, "HAVE_TE", True)
+    with pytest.raises(ConfigError, match="share_prompts=true is for installations without Transformer Engine"):
+        start(share_prompts=True)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -299,6 +371,7 @@ def test_sending_without_a_connection_says_so(start: Start) -> None:
             "num_attention_heads=4 does not divide by train.tensor",
         ),
         ({"tensor_model_parallel_size": 2, "sequence_parallel": False, "padding_free": True}, "asks for sequence_para"),
+        ({"share_prompts": True, "padding_free": False}, "train.share_prompts=true needs packed rows"),
         ({"micro_batch_size": 0}, "train.micro_batch_size=0 must be 1 or more"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -51,6 +52,48 @@ def test_every_row_once_within_the_limits(seed: int, padding_free: bool) -> None
     assert count is None or len(parts) >= count
     if count is None or len(parts) > count:
         assert all(parts)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_families_stay_together_within_the_limits(seed: int) -> None:
+    draw = random.Random(seed)
+    lengths, shared = [], []
+    for _ in range(draw.randint(1, 12)):
+        prompt = draw.randint(1, 30)
+        size = draw.randint(1, 8)
+        lengths += [prompt + draw.randint(0, 30) for _ in range(size)]
+        shared += [0] + [prompt] * (size - 1)
+    rows_per = draw.choice([None, 3, 8])
+    tokens_per = draw.choice([None, 64, 200, 1000])
+    count = draw.choice([None, 5, 40])
+
+    def size_of(part: list[int]) -> int:
+        twice = sum(shared[row] for before, row in itertools.pairwise(part) if row == before + 1)
+        return -(-(sum(lengths[row] for row in part) - twice) // 4) * 4
+
+    parts = plan_microbatches(
+        lengths,
+        rows_per=rows_per,
+        tokens_per=tokens_per,
+        count=count,
+        padding_free=True,
+        multiple_of=4,
+        shared=shared,
+    )
+    assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
+    assert rows_per is None or all(len(part) <= rows_per for part in parts)
+    sizes = [size_of(part) for part in parts]
+    assert sizes == sorted(sizes, reverse=True)
+    assert tokens_per is None or all(size <= tokens_per for size in sizes)
+    if rows_per == 8 and tokens_per in (None, 1000) and count is None:
+        cut = [row for row in range(1, len(lengths)) if shared[row]]
+        assert all(any(row in part and row - 1 in part for part in parts) for row in cut)
+
+
+def test_a_family_takes_its_prompt_once() -> None:
+    shared = [0, 50, 50, 50, 0, 50]
+    assert plan_microbatches([60] * 6, tokens_per=90, padding_free=True, shared=shared) == [[0, 1, 2, 3], [4, 5]]
+    assert plan_microbatches([60] * 6, tokens_per=80, padding_free=True, shared=shared) == [[0, 1, 2], [4, 5], [3]]
 
 
 def test_rows_of_like_length_share_their_padding() -> None:

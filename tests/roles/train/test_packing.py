@@ -9,7 +9,7 @@ import torch
 
 from rolegraph.batch import Batch
 from rolegraph.errors import AlignmentError
-from roles.train.packing import MicroBatch, collate, per_token_column, response_tokens
+from roles.train.packing import MicroBatch, collate, per_token_column, response_tokens, shared_prompts
 
 PROMPTS = [[11, 12, 13], [21], [31, 32], [], [51, 52, 53, 54]]
 RESPONSES = [[14, 15], [22, 23, 24], [], [41, 42], [55]]
@@ -72,6 +72,36 @@ def test_packed_layout() -> None:
     assert micro.cu_seqlens.dtype == torch.int32
     assert micro.cu_seqlens.tolist() == [0, 5, 7, 8]
     assert micro.max_seqlen == 5
+
+
+def groups() -> Batch:
+    """Groups of rows: prompts of three, then of one token; an empty response in each; one prompt comes again."""
+    prompts = [[1, 2, 3]] * 3 + [[5]] * 2 + [[]] * 2 + [[1, 2, 3], [1, 2, 4]]
+    responses = [[10, 11], [], [12], [13, 14, 15], [], [16], [17], [18], [19, 20]]
+    return Batch.from_columns({"uid": ["a"] * 9, "prompt_ids": prompts, "response_ids": responses})
+
+
+def test_shared_prompts_are_laid_out_once() -> None:
+    micro = collate(groups(), range(9), padding_free=True, share_prompts=True, multiple_of=8, pad_id=99)
+    ids = [1, 2, 3, 10, 11, 12, 5, 13, 14, 15, 16, 17, 1, 2, 3, 18, 1, 2, 4, 19, 20]
+    assert micro.input_ids.tolist() == [ids + [99] * 3]
+    places = [0, 1, 2, 3, 4, 3, 0, 1, 2, 3, 0, 0, 0, 1, 2, 3, 0, 1, 2, 3, 4]
+    assert micro.position_ids.tolist() == [[*places, 0, 1, 2]]
+    assert micro.cu_seqlens is not None
+    assert micro.cu_seqlens.tolist() == [0, 6, 10, 11, 12, 16, 21, 24]
+    assert micro.branches == ((3, 2, 1), (4,), (1,), (1,), (4,), (5,), (3,))
+    assert (micro.tokens, micro.max_seqlen) == (21, 5)
+    assert micro.predict.tolist() == [2, 3, 2, 6, 7, 8, 10, 11, 14, 18, 19]
+    assert micro.row.tolist() == [0, 0, 2, 3, 3, 3, 5, 6, 7, 8, 8]
+    assert shared_prompts(groups()).tolist() == [0, 3, 3, 0, 1, 0, 0, 0, 0]
+
+
+def test_nothing_branches_where_nothing_is_shared() -> None:
+    one, two = (collate(groups(), [0, 3, 1, 7], padding_free=True, share_prompts=share) for share in (True, False))
+    # Rows 1 and 7 are neighbours here, and one of them is empty: a plain sequence.
+    assert one.branches == ((5,), (4,), (4,))
+    assert two.branches == ()
+    assert collate(groups(), [0, 3], padding_free=True, share_prompts=True).branches == ()
 
 
 def test_the_tail_counts_among_packed_sequences() -> None:
