@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from rolegraph.errors import ConfigError
+from roles.train import fused
 from roles.train.attention import SDPAttention
 
 HAVE_TE = importlib.util.find_spec("transformer_engine") is not None
@@ -41,6 +42,8 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., hidden_size] to the same."""
+        if hidden.device.type == "cpu" and hidden.dtype == self.weight.dtype == torch.float32:
+            return fused.rms_norm(hidden, self.weight, self.eps)
         return torch.nn.functional.rms_norm(hidden, (hidden.shape[-1],), self.weight, self.eps)
 
 

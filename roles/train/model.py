@@ -125,7 +125,11 @@ def build_policy(config: MegatronTrainConfig, context: RoleContext) -> Policy:
     transformer_fields, optimizer_fields = split_fields(config.megatron)
     divisor = config.tensor_model_parallel_size * (128 if context.device == "cuda" else 1)
     bridge = bridge_class(hf_config, dtype=dtype, make_vocab_size_divisible_by=divisor)
-    bridge.set_extra_args(**_transformer_settings(config, context, dtype), **transformer_fields)
+    settings = _transformer_settings(config, context, dtype)
+    if context.device == "cpu":
+        # Experts weigh their activation by the router, which the shim's gated activation does not.
+        settings["bias_activation_fusion"] = not bridge_class.experts
+    bridge.set_extra_args(**settings | transformer_fields)
     model = _build_model(bridge)
     load_weights(bridge, model, config.model)
     model.to(device)

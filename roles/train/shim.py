@@ -63,6 +63,7 @@ def install() -> None:
         _patch_random_states()
         _patch_experts()
         _patch_weight_gradient()
+        _patch_fusions()
 
 
 def _installed() -> bool:
@@ -232,3 +233,30 @@ def _patch_weight_gradient() -> None:
 
     layers.fused_weight_gradient_mlp_cuda = _WeightGradient
     layers._grad_accum_fusion_available = True
+
+
+def _patch_fusions() -> None:
+    """Our functions in place of the CUDA kernels, where Megatron has a fused gated activation and rotary embedding."""
+    from megatron.core.transformer import attention, mlp
+
+    from roles.train import fused
+
+    plain = attention.apply_rotary_pos_emb
+
+    def rotary(
+        states: torch.Tensor,
+        angles: torch.Tensor,
+        config: Any,
+        cu_seqlens: Any = None,
+        mscale: float = 1.0,
+        **kwargs: Any,
+    ) -> Any:
+        if cu_seqlens is None and mscale == 1.0 and not (config.rotary_interleaved or config.multi_latent_attention):
+            return fused.rotary(states, angles)
+        return plain(states, angles, config, cu_seqlens, mscale, **kwargs)
+
+    def swiglu(gate_up: torch.Tensor, bias: torch.Tensor | None, *_: Any) -> torch.Tensor:
+        return fused.swiglu(gate_up if bias is None else gate_up + bias)
+
+    attention.apply_rotary_pos_emb = rotary
+    mlp.bias_swiglu_impl = swiglu
