@@ -64,6 +64,7 @@ def install() -> None:
         _patch_experts()
         _patch_weight_gradient()
         _patch_fusions()
+        _patch_lone_collectives()
 
 
 def _installed() -> bool:
@@ -260,3 +261,20 @@ def _patch_fusions() -> None:
 
     attention.apply_rotary_pos_emb = rotary
     mlp.bias_swiglu_impl = swiglu
+
+
+def _patch_lone_collectives() -> None:
+    """With one data-parallel rank, gradients and weights are where they belong: gloo would copy all of them twice."""
+    from megatron.core.distributed import param_and_grad_buffer as buffers
+
+    def unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(collective)
+        def call(output: torch.Tensor, inputs: torch.Tensor, **kwargs: Any) -> Any:
+            if kwargs["group"].size() == 1 and output.data_ptr() == inputs.data_ptr():
+                return None
+            return collective(output, inputs, **kwargs)
+
+        return call
+
+    buffers.dist_all_gather_func = unless_alone(buffers.dist_all_gather_func)
+    buffers.dist_reduce_scatter_func = unless_alone(buffers.dist_reduce_scatter_func)
