@@ -210,7 +210,8 @@ class RoleGroup(Generic[R]):
         count = count_items(endpoint.name, args, kwargs) or 0
         rows_a_call = max(1, self.role_class.queue_rows)
         limit = 1 if self.is_deterministic else max(1, self.role_class.queue_in_flight)
-        parts = len(self.alive) if self.is_deterministic else -(-count // rows_a_call)
+        # Small batches are shared as well: no replica idles while another has them all.
+        parts = len(self.alive) if self.is_deterministic else max(-(-count // rows_a_call), len(self.alive))
         waiting: deque[Rows] = deque(part for part in contiguous_parts(count, max(1, parts)) if len(part))
         running: dict[asyncio.Future[Any], tuple[Call, Sent]] = {}
         done: list[tuple[Call, Any]] = []

@@ -1,6 +1,6 @@
 """The host of a role: builds the role object, runs its endpoints, and turns exceptions into `RoleError`s.
 
-The same host runs inside a Ray actor (`actor.py`) and in this process (`local.py`).
+The same host runs inside a Ray actor (`actor.py`) and in this process (`member.py`).
 """
 
 from __future__ import annotations

@@ -65,6 +65,7 @@ class FunctionORM(ORMRole):
         return batch.with_columns(
             {
                 **{f"rewards/{name}": pa.array(found, pa.float64()) for name, found in values.items()},
+                **{f"reward_faults/{name}": pa.array(found.codes, pa.int8()) for name, found in scores.items()},
                 "reward": pa.array(weighted(values, weights), pa.float64()),
                 "reward_faults": pa.array(map(len, reasons), pa.int32()),
                 "reward_reasons": pa.array(["; ".join(found) or None for found in reasons], pa.string()),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 DEFAULT_MICRO_BATCH_ROWS = 4
 
@@ -50,6 +50,16 @@ OWNED_FIELDS: Mapping[str, str] = MappingProxyType(
 class MegatronTrainConfig:
     """What `train` takes: sizes of the mesh, micro-batches, the optimizer, and any other Megatron field."""
 
+    fields_of: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+        {
+            "megatron": (
+                "megatron.core.transformer.transformer_config.TransformerConfig",
+                "megatron.core.optimizer.optimizer_config.OptimizerConfig",
+            )
+        }
+    )
+    """Whose fields the keys of a free mapping are, to check them before anything starts."""
+
     # Devices; one of ranks and gpus gives the other, the plan fills both.
     ranks: int | None = None
     gpus: int | None = None
@@ -78,7 +88,7 @@ class MegatronTrainConfig:
     micro_batch_size: int | None = None
     """Most rows in a micro-batch; null: 4, or no bound where max_tokens_per_micro_batch is given."""
     max_tokens_per_micro_batch: int | None = None
-    """Most tokens in a micro-batch (padded ones count unless padding_free); a longer row goes alone."""
+    """Most tokens in a micro-batch (padded ones count unless padding_free); a longer row is refused."""
     padding_free: bool | None = None
     """Rows of a micro-batch are packed end to end instead of padded to the longest; null: true, except with context
     parallelism."""

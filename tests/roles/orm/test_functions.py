@@ -119,6 +119,9 @@ def test_faults_are_nulls_with_reasons_and_are_counted(model: Path, plugin: str)
         assert found["rewards/fragile"] == [1.0, None, None, None]
         assert found["reward"] == [2.0, 1.0, 0.0, 0.0]
         assert found["reward_faults"] == [0, 1, 1, 1]
+        names = [name for name in found if name.startswith("reward_faults/")]
+        codes = [sum(bool(found[name][row]) for name in names) for row in range(4)]
+        assert codes == found["reward_faults"], "each fault has its code, by function"
         assert found["reward_reasons"] == [None, "fragile: crash", "fragile: none", "fragile: timeout"]
         assert FunctionORM.metrics(role) == {
             "rows": 4.0,
