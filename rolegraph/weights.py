@@ -7,15 +7,18 @@ over the wire between the ends is in `rolegraph.wire`. Neither knows Megatron or
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 
-from rolegraph.errors import WeightSyncError
+from rolegraph.errors import RoleError, WeightSyncError
 from rolegraph.interfaces import RolloutRole, TensorInfo, TrainRole, TransferGroup
 from rolegraph.wire import WeightReceiver, WeightSender, free_port
 
 __all__ = ["WeightReceiver", "WeightSender", "WeightSync", "free_port"]
+
+_log = logging.getLogger(__name__)
 
 _GRACE_S = 5.0
 """How long the other roles may still take to report after the first has failed."""
@@ -56,13 +59,27 @@ class WeightSync:
     async def sync(self) -> float:
         """Send the weights of now; returns seconds.
 
-        Raises WeightSyncError, naming the role, when an end fails or takes longer than `timeout_s`. Both sides then
-        leave the process group, and the next call builds a new one.
+        A replica that dies meanwhile costs one more try, without it. Raises WeightSyncError, naming the role, when an
+        end fails or takes longer than `timeout_s`. Both sides then leave the process group, and the next call builds a
+        new one.
         """
         started = time.monotonic()
+        living = await self._living()
+        try:
+            await self._transfer(living)
+        except WeightSyncError as error:
+            left = await self._living()
+            if left == living:
+                raise
+            _log.warning("%s\nonce more, with the replicas that are left", error)
+            await self._transfer(left)
+        self.version += 1
+        return time.monotonic() - started
+
+    async def _transfer(self, living: list[dict[int, int]]) -> None:
+        """One try with these replicas; on a fault everybody leaves the group."""
         version = self.version + 1
         try:
-            living = await self._living()
             if living != self._connected:
                 # First sync, or a replica has died: the group without it is a new one.
                 if self._connected is not None:
@@ -79,8 +96,6 @@ class WeightSync:
         except BaseException:  # cancelled: the run is ending, and the roles may be busy for as long as their time-out
             self._connected = None
             raise
-        self.version = version
-        return time.monotonic() - started
 
     async def close(self) -> None:
         """Make both sides leave the process group; roles that are gone are passed over."""
@@ -95,8 +110,16 @@ class WeightSync:
 
     async def _living(self) -> list[dict[int, int]]:
         """Of each receiver, the replicas that answer: rank to number of workers."""
-        found = await asyncio.gather(*(receiver.transfer_workers() for receiver in self._receivers))
-        return [dict(replicas) for replicas in found]
+
+        async def ask(receiver: RolloutRole) -> dict[int, int]:
+            try:
+                return dict(await receiver.transfer_workers())
+            except RoleError as error:
+                # Now known as dead, it is left out of the next call; with none left, that one says so.
+                _log.warning("%s", error)
+                return dict(await receiver.transfer_workers())
+
+        return list(await asyncio.gather(*(ask(receiver) for receiver in self._receivers)))
 
     async def _connect(self, living: list[dict[int, int]]) -> None:
         self._manifest = await self._train.weight_manifest()

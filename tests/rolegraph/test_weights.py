@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from rolegraph.errors import WeightSyncError
+from rolegraph.errors import RoleError, WeightSyncError
 from rolegraph.interfaces import TensorInfo, TransferGroup
 from rolegraph.weights import WeightReceiver, WeightSender, WeightSync, free_port
 from rolegraph.wire import pack, unpack
@@ -236,8 +236,18 @@ class FakeRollout:
         self.got: list[dict[str, torch.Tensor]] = []
         self.version = 0
         self.fault: Exception | None = None
+        self.dying = ""
+        """When replica 1 is to die: asked or receiving."""
+
+    def die(self, when: str) -> None:
+        if self.dying == when:
+            self.dying = ""
+            del self.sizes[1]
+            self.receivers.pop(1).close()
+            raise RoleError("the actor died", role="rollout", rank=1)
 
     async def transfer_workers(self) -> list[tuple[int, int]]:
+        self.die("asked")
         return list(self.sizes.items())
 
     async def connect_weights(self, group: TransferGroup) -> None:
@@ -245,6 +255,7 @@ class FakeRollout:
         self.receivers = await asyncio.gather(*(asyncio.to_thread(WeightReceiver, group, rank) for rank in ranks))
 
     async def receive_weights(self, manifest: list[TensorInfo], bucket_bytes: int, version: int) -> list[float]:
+        self.die("receiving")
         if self.fault is not None:
             await self.disconnect_weights()
             raise self.fault
@@ -299,6 +310,20 @@ async def test_a_replica_that_died_is_left_out_of_the_next_sync() -> None:
     await sync.sync()
     assert sync.version == 2
     assert len(rollout.got) == 2
+    assert all(torch.equal(got["embed"], train.tensors["embed"]) for got in rollout.got)
+    await sync.close()
+
+
+@pytest.mark.parametrize("when", ["asked", "receiving"])
+async def test_a_replica_that_dies_during_a_sync_costs_one_more_try(when: str) -> None:
+    train, rollout = FakeTrain(), FakeRollout(3, 1)
+    sync = WeightSync(train, [rollout], timeout_s=15)  # type: ignore[arg-type, list-item]
+    await sync.sync()
+    rollout.dying = when
+    train.tensors = weights(seed=3)
+    await sync.sync()
+    assert sync.version == rollout.version == 2
+    assert list(rollout.sizes) == [0, 2]
     assert all(torch.equal(got["embed"], train.tensors["embed"]) for got in rollout.got)
     await sync.close()
 
