@@ -87,7 +87,7 @@ async def _run(config: RunConfig, run_dir: Path) -> None:
         for name in algorithm_class.roles():
             setattr(algorithm, name, graph.groups[name].handle if name in graph.groups else None)
         await algorithm.run()
-        telemetry.event(f"done in {telemetry.elapsed}")
+        telemetry.event(f"done in {telemetry.elapsed}" + (f": {telemetry.gain}" if telemetry.gain else ""))
 
 
 async def _side_by_side(graph: RoleGraph, load: Coroutine[Any, Any, Dataset], telemetry: Telemetry) -> Dataset:

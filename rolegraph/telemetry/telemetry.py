@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rolegraph.batch import Batch
 from rolegraph.telemetry.loggers import Tracker, open_trackers
 from rolegraph.telemetry.metrics import MetricsLog, plain
-from rolegraph.telemetry.progress import Progress, duration
+from rolegraph.telemetry.progress import Progress, duration, figure
 from rolegraph.telemetry.samples import FINISH_S, SampleFiles
 
 
@@ -44,6 +45,7 @@ class Telemetry:
         self._started = self._last_step = clock()
         self._seconds: dict[str, float] = {}
         self._stage, self._offset, self._total = "", 0, 0
+        self._rewards: list[float] = []
 
     @contextmanager
     def phase(self, name: str, *roles: str) -> Iterator[None]:
@@ -77,6 +79,8 @@ class Telemetry:
         record: dict[str, Any] = {**metrics, **spent, "time": now - self._started}
         if "tokens" in metrics and total > 0:
             record["speed/tokens_per_second"] = metrics["tokens"] / total
+        if "reward/mean" in metrics:
+            self._rewards.append(float(metrics["reward/mean"]))
         self._log.write(self._offset + step, {**record, "stage": self._stage})
         numbers = {key: value for key, value in record.items() if isinstance(plain(value), int | float)}
         self._track(lambda tracker: tracker.log(self._offset + step, numbers))
@@ -120,6 +124,15 @@ class Telemetry:
     def _tell_faults(self, wait_s: float = 0.0) -> None:
         for fault in self._files.faults(wait_s):
             self.event(f"samples were not saved: {fault}")
+
+    @property
+    def gain(self) -> str:
+        """What became of the reward in the current stage, as a person says it; empty for less than five of them."""
+        fifth = len(self._rewards) // 5
+        if not fifth:
+            return ""
+        first, last = fmean(self._rewards[:fifth]), fmean(self._rewards[-fifth:])
+        return f"reward {figure(first)} in the first fifth of the steps, {figure(last)} in the last"
 
     @property
     def elapsed(self) -> str:

@@ -124,6 +124,17 @@ def test_samples_that_cannot_be_written_are_told_and_stop_nothing(
     assert files.faults() == []
 
 
+def test_the_gain_is_that_of_the_current_stage(tmp_path: Path) -> None:
+    telemetry = Telemetry(tmp_path)
+    telemetry.stage("warm_start", 1)
+    telemetry.step(1, {"reward/mean": 9.0})
+    telemetry.stage("grpo", 10)
+    assert telemetry.gain == ""
+    for step in range(1, 11):
+        telemetry.step(step, {"reward/mean": step / 10})
+    assert telemetry.gain == "reward 0.15 in the first fifth of the steps, 0.95 in the last"
+
+
 class Broken:
     def __init__(self) -> None:
         self.calls: list[str] = []
