@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import sqlite3
+import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -221,8 +222,13 @@ def test_wandb_gets_the_numbers_without_a_network(tmp_path: Path, monkeypatch: p
     (tracker,) = open_trackers(["wandb"], tmp_path, "run", {"seed": 1})
     tracker.log(1, {"reward/mean": 0.5})
     tracker.close()
-    (record,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    assert b"reward/mean" in record.read_bytes()
+    deadline = time.monotonic() + 20
+    while True:  # a process of wandb's writes the file, and may be a moment late
+        records = [path.read_bytes() for path in tmp_path.glob("wandb/offline-run-*/*.wandb")]
+        if any(b"reward/mean" in record for record in records):
+            return
+        assert time.monotonic() < deadline, records
+        time.sleep(0.2)
 
 
 def test_trackio_gets_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
