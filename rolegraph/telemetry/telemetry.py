@@ -64,7 +64,7 @@ class Telemetry:
         """Begin a part of the run (a warm start, the main loop); step numbers in the log go on over stages."""
         self._offset, self._stage, self._total = self._total, name, self._total + steps
         self._last_step = self._clock()
-        self._seconds, self._sampled = {}, 0
+        self._seconds, self._rewards, self._sampled = {}, [], 0
         self.progress.stage(name, steps)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
