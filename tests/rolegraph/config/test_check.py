@@ -160,13 +160,13 @@ def test_a_bare_comma_is_a_sweep(user: Folder) -> None:
 
 
 def test_only_plain_containers_come_out(user: Folder) -> None:
-    override = "train.megatron={layernorm_epsilon: 1e-6, nested: {list: [1, {a: 2}]}}"
+    override = "train.megatron={layernorm_epsilon: 1e-6, moe_layer_freq: {list: [1, {a: 2}]}}"
     run = load(["algorithm=mine", override], config_dir=str(user)).run
     megatron = run.roles["train"].config.megatron
     assert type(megatron) is dict
-    assert type(megatron["nested"]) is dict
-    assert type(megatron["nested"]["list"]) is list
-    assert megatron == {"layernorm_epsilon": 1e-6, "nested": {"list": [1, {"a": 2}]}}
+    assert type(megatron["moe_layer_freq"]) is dict
+    assert type(megatron["moe_layer_freq"]["list"]) is list
+    assert megatron == {"layernorm_epsilon": 1e-6, "moe_layer_freq": {"list": [1, {"a": 2}]}}
     assert type(run.tree) is dict
 
 

@@ -242,7 +242,7 @@ async def test_replicas_share_the_rows_and_leave_nothing_when_killed(ray_orm: An
     assert all(one["rows"] > 0 for one in metrics)
     pids = [one["pid"] for one in await ray_orm.metrics()]
     children = [child for pid in pids for child in descendants(pid)]
-    assert len(children) >= 4
+    assert len(children) > len(pids), "nurseries and the workers they made"
     for member in ray_orm.members:
         member.kill()
     assert all_end(children, seconds=10)
