@@ -39,10 +39,10 @@ test: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest --durations=15
 
-# What needs neither Ray nor an engine.
+# What needs neither Ray nor an engine, and is quick.
 test-fast: $(STAMP)
 	$(BIN)/ruff check .
-	$(BIN)/python -m pytest -m "not engine and not ray" --durations=5
+	$(BIN)/python -m pytest -m "not engine and not ray and not slow" --durations=5
 
 bench: $(STAMP)
 	$(BIN)/python -m tests.benchmarks
