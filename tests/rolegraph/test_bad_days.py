@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +62,23 @@ async def test_rows_of_a_killed_replica_are_generated_by_another(ray_cluster: No
     ), "a row has the same draws whichever replica made it"
 
 
+@contextlib.contextmanager
+def running(*overrides: str, folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A GRPO run in a process of its own, once it has logged two steps; and the mark of its processes."""
+    mark, root = uuid.uuid4().hex, Path(__file__).parents[2]
+    words = ["run", "algorithm=grpo", "model=tiny", *SMALL, *overrides, f"output_dir={folder}"]
+    env = {**os.environ, "PYTHONPATH": str(root), MARK: mark}
+    with (folder / "output").open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-c", DRIVER, *words], env=env, stdout=output, stderr=subprocess.STDOUT, cwd=root
+        )
+    try:
+        wait_for_steps(process, folder, 2)
+        yield process, mark
+    finally:
+        process.kill()
+
+
 def wait_for_steps(process: subprocess.Popen[bytes], folder: Path, steps: int) -> None:
     """Return once a run has logged so many steps."""
     deadline = time.monotonic() + 240
@@ -71,20 +90,10 @@ def wait_for_steps(process: subprocess.Popen[bytes], folder: Path, steps: int) -
 
 
 def test_a_run_goes_on_without_the_replica_that_was_killed(tmp_path: Path) -> None:
-    mark, root = uuid.uuid4().hex, Path(__file__).parents[2]
     layout = ("placement=separate", "rollout.replicas=2", "max_steps=6")
-    words = ["run", "algorithm=grpo", "model=tiny", *SMALL, *layout, f"output_dir={tmp_path}"]
-    env = {**os.environ, "PYTHONPATH": str(root), MARK: mark}
-    with (tmp_path / "output").open("w") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-c", DRIVER, *words], env=env, stdout=output, stderr=subprocess.STDOUT, cwd=root
-        )
-    try:
-        wait_for_steps(process, tmp_path, 2)
+    with running(*layout, folder=tmp_path) as (process, mark):
         os.kill(next(pid for pid, title in marked_pids(mark).items() if "VLLMRollout" in title), signal.SIGKILL)
         assert process.wait(180) == 0, (tmp_path / "output").read_text()[-3000:] + logs(tmp_path)
-    finally:
-        process.kill()
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["rows"] for row in rows] == [32.0] * 6
     assert max(row["rollout_logprob_difference/max"] for row in rows) < 1e-4, "the other one still gets new weights"
@@ -92,24 +101,13 @@ def test_a_run_goes_on_without_the_replica_that_was_killed(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_frees_everything_within_seconds(kind: signal.Signals, tmp_path: Path) -> None:
-    mark = uuid.uuid4().hex
-    words = ["run", "algorithm=grpo", "model=tiny", *SMALL, "max_steps=10000", f"output_dir={tmp_path}"]
-    root = Path(__file__).parents[2]
-    env = {**os.environ, "PYTHONPATH": str(root), MARK: mark}
-    with (tmp_path / "output").open("w") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-c", DRIVER, *words], env=env, stdout=output, stderr=subprocess.STDOUT, cwd=root
-        )
-    try:
-        wait_for_steps(process, tmp_path, 2)
+    with running("max_steps=10000", folder=tmp_path) as (process, mark):
         process.send_signal(kind)
         sent = time.monotonic()
         while (left := marked(mark)) and time.monotonic() - sent < 10:
             time.sleep(0.1)
         assert left == [], f"after {time.monotonic() - sent:.0f} s"
         assert process.wait(1) == 130
-        text = (tmp_path / "output").read_text()
-        assert "Traceback" not in text, text[-3000:]
-        assert "rolegraph: stopped" in text
-    finally:
-        process.kill()
+    text = (tmp_path / "output").read_text()
+    assert "Traceback" not in text, text[-3000:]
+    assert "rolegraph: stopped" in text
