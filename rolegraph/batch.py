@@ -2,7 +2,8 @@
 
 Inside an actor all columns are here. On the driver the light ones are (ids, lengths, rewards, versions); the heavy
 ones stay in the object store and the batch knows in which shard and row each of its rows lies, so that selecting,
-repeating, joining and splitting moves none of them.
+repeating, joining and splitting moves none of them. Hidden states are too large even for an actor to hold all at once:
+a column of that kind (`columns.STREAMED`) stays in the object store there too, and `fetch_sync` reads some rows of it.
 """
 
 from __future__ import annotations
@@ -93,6 +94,14 @@ class Batch:
         place = Place((Shard(heavy, index),), np.zeros(light.rows, np.int32), rows)
         return cls(light.table, {f.name: Column(f.type, place) for f in light.heavy})
 
+    def parted(self) -> tuple[Batch, Mapping[str, Column]]:
+        """The columns that are here as a batch, and those that are in the object store."""
+        return Batch(self._here), self._away
+
+    def with_away(self, columns: Mapping[str, Column]) -> Batch:
+        """The same rows with further columns that are in the object store."""
+        return Batch(self._here, {**self._away, **columns}) if columns else self
+
     def share(self) -> Batch:
         """Put the heavy columns that are here into the object store, so that calls send references to them."""
         import ray
@@ -127,6 +136,11 @@ class Batch:
     def is_local(self) -> bool:
         """Whether every column is here."""
         return not self._away
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Names and types of the columns that are here."""
+        return self._here.schema
 
     @property
     def nbytes(self) -> int:
@@ -297,9 +311,14 @@ class Batch:
         # Arrow pickles the whole buffer behind a slice.
         return (Batch, (compact_table(self._here), self._away))
 
-    def pack_into(self, refs: Refs) -> Parcel:
-        """This batch as it is sent; the objects it needs are added to `refs`."""
-        return pack(compact_table(self._here), self._away, refs)
+    def pack_into(self, refs: Refs, streamed: frozenset[str] = frozenset()) -> Parcel:
+        """This batch as it is sent; the objects it needs are added to `refs`, those of `streamed` columns aside."""
+        return pack(compact_table(self._here), self._away, refs, streamed)
+
+    @classmethod
+    def unpacked(cls, parcel: Parcel, objects: Sequence[Any]) -> Batch:
+        """A parcel that arrived with the objects it needs; its streamed columns are still in the object store."""
+        return cls(parcel.unpack(objects), parcel.streamed)
 
     def _joined(self) -> pa.Table:
         """The columns that are here with one chunk each: joined when first read, for many batches only pass through."""

@@ -20,7 +20,7 @@ KNOWN_TYPES: dict[str, pa.DataType] = {
     "uid": pa.string(),
     "finish_reason": pa.string(),
     **dict.fromkeys(("prompt_ids", "response_ids", "teacher_prompt_ids"), _INT_LIST),
-    **dict.fromkeys(("rollout_logprobs", "logprobs", "ref_logprobs", "entropy"), _FLOAT_LIST),
+    **dict.fromkeys(("rollout_logprobs", "logprobs", "ref_logprobs", "entropy", "teacher_token_logprobs"), _FLOAT_LIST),
     "response_mask": _MASK_LIST,
     **dict.fromkeys(("repeat", "step", "group", "prompt_length", "response_length", "length"), pa.int32()),
     "reward_faults": pa.int32(),
@@ -30,8 +30,13 @@ KNOWN_TYPES: dict[str, pa.DataType] = {
 """Types that plain Python values of these columns become; arrays keep the type they come with."""
 
 _PER_TOKEN = frozenset(
-    ("response_mask", "rollout_logprobs", "logprobs", "ref_logprobs", "entropy", "teacher_ids", "teacher_logprobs")
+    (
+        *("response_mask", "rollout_logprobs", "logprobs", "ref_logprobs", "entropy"),
+        *("teacher_ids", "teacher_logprobs", "teacher_token_logprobs", "teacher_hidden"),
+    )
 )
+STREAMED = frozenset({"teacher_hidden"})
+"""Columns too large to arrive with a call: an actor gets references to them, and reads rows as it needs them."""
 
 
 def is_per_token(name: str) -> bool:

@@ -46,6 +46,21 @@ class LossSpec:
 
 
 @dataclass(frozen=True)
+class HeadInfo:
+    """What a model does with its last hidden states, beside the weight it multiplies them with."""
+
+    vocab_size: int
+    """Rows of the weight that are tokens; further ones are padding."""
+    hidden_size: int
+    dtype: str
+    """Of the weight and the hidden states as they travel: float32, or bfloat16 (as uint16 of the same bits)."""
+    scale: float = 1.0
+    """Logits are multiplied by it."""
+    soft_cap: float | None = None
+    """Logits become soft_cap * tanh(logits / soft_cap), after scaling."""
+
+
+@dataclass(frozen=True)
 class TensorInfo:
     """One weight as it travels from trainer to engine, under its Hugging Face name."""
 
@@ -195,6 +210,37 @@ class RolloutRole(Role):
     @endpoint()
     def disconnect_weights(self) -> None:
         """Leave the transfer group."""
+        raise NotImplementedError
+
+
+class TeacherRole(Role):
+    """A model that scores the student's responses; it is never trained."""
+
+    @endpoint(dispatch="queue")
+    def score(self, batch: Batch, *, topk: int = 0, hidden: bool = False, temperature: float = 1.0) -> Batch:
+        """What the teacher thinks of every response token; returns the new columns alone, for `Batch.merge`.
+
+        The teacher reads `teacher_prompt_ids` where a row has them, else `prompt_ids`, and then `response_ids`. Always
+        `teacher_token_logprobs`: of the response tokens, natural log, at `temperature`. With `topk`: `teacher_ids` and
+        `teacher_logprobs`, the K likeliest tokens a position, likeliest first. With `hidden`: `teacher_hidden`, the
+        states after the final norm that predict each response token, [tokens, hidden_size]; `head` turns them into
+        logits.
+        """
+        raise NotImplementedError
+
+    @endpoint(execute="first")
+    def head(self) -> tuple[Batch, HeadInfo]:
+        """The output head: a row a vocabulary entry, `weight` [vocab, hidden_size], and `bias` where there is one."""
+        raise NotImplementedError
+
+    @endpoint()
+    def offload(self) -> None:
+        """Make room on the device."""
+        raise NotImplementedError
+
+    @endpoint()
+    def onload(self) -> None:
+        """Take the device back."""
         raise NotImplementedError
 
 

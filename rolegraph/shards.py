@@ -137,9 +137,11 @@ class Parcel:
 
     here: pa.Table
     crates: tuple[Crate, ...]
+    streamed: Mapping[str, Column]
+    """Columns that stay references on arrival; those inside an argument are not fetched by Ray."""
 
     def unpack(self, objects: Sequence[Any]) -> pa.Table:
-        """All columns as one table, perhaps in several chunks."""
+        """All columns but the streamed ones as one table, perhaps in several chunks."""
         table = self.here
         columns = {name: table.column(name) for name in table.column_names}
         for crate in self.crates:
@@ -148,18 +150,21 @@ class Parcel:
         return pa.table(columns)
 
 
-def pack(here: pa.Table, away: Mapping[str, Column], refs: Refs) -> Parcel:
-    """A batch's columns as a parcel; the objects it needs are added to `refs`."""
+def pack(here: pa.Table, away: Mapping[str, Column], refs: Refs, streamed: frozenset[str] = frozenset()) -> Parcel:
+    """A batch's columns as a parcel; the objects it needs are added to `refs`, but not those of `streamed` columns."""
+    later = {name: column for name, column in away.items() if name in streamed}
     fields: dict[int, list[tuple[str, pa.DataType]]] = {}
     places: dict[int, Place] = {}
     for name, column in away.items():
+        if name in later:
+            continue
         fields.setdefault(id(column.place), []).append((name, column.type))
         places[id(column.place)] = column.place
     crates = []
     for key, place in places.items():
         shards = tuple((refs.add(shard.ref), shard.item) for shard in place.shards)
         crates.append(Crate(pa.schema(fields[key]), shards, place.shard, place.row))
-    return Parcel(here, tuple(crates))
+    return Parcel(here, tuple(crates), later)
 
 
 def _item(value: Any, index: int) -> pa.Table:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from rolegraph.batch import Batch
-from rolegraph.shards import LightPart, Parcel, Refs
+from rolegraph.columns import STREAMED
+from rolegraph.shards import Column, LightPart, Parcel, Refs
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -21,6 +22,8 @@ class Heavy:
 
     light: LightPart
     item: int
+    streamed: Mapping[str, Column]
+    """Columns that the actor had references to itself."""
 
 
 Payload = tuple[str, tuple[Any, ...], dict[str, Any]]
@@ -34,16 +37,16 @@ def encode_arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     refs = Refs()
 
     def swap(value: Any) -> Any:
-        return value.pack_into(refs) if isinstance(value, Batch) and not value.is_local else value
+        return value.pack_into(refs, STREAMED) if isinstance(value, Batch) and not value.is_local else value
 
     return (name, _map(swap, args), _map(swap, kwargs)), refs.refs
 
 
 def decode_arguments(payload: Payload, objects: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments as the role's method takes them, every batch local."""
+    """The arguments as the role's method takes them, every batch local but for its streamed columns."""
 
     def swap(value: Any) -> Any:
-        return Batch(value.unpack(objects)) if isinstance(value, Parcel) else value
+        return Batch.unpacked(value, objects) if isinstance(value, Parcel) else value
 
     _, args, kwargs = payload
     return _map(swap, args), _map(swap, kwargs)
@@ -54,11 +57,12 @@ def encode_result(result: Any) -> tuple[Any, tuple[pa.Table, ...]]:
     tables: list[pa.Table] = []
 
     def swap(value: Any) -> Any:
-        if not isinstance(value, Batch) or not value.is_local:
+        if not isinstance(value, Batch):
             return value
-        light, heavy = value.to_parts()
+        here, streamed = value.parted()
+        light, heavy = here.to_parts()
         tables.append(heavy)
-        return Heavy(light, len(tables) - 1)
+        return Heavy(light, len(tables) - 1, streamed)
 
     return _map(swap, result), tuple(tables)
 
@@ -67,7 +71,9 @@ def decode_result(result: Any, heavy: ObjectRef[Any]) -> Any:
     """The result as the driver holds it: batches of light columns here and heavy ones behind `heavy`."""
 
     def swap(value: Any) -> Any:
-        return Batch.from_parts(value.light, heavy, value.item) if isinstance(value, Heavy) else value
+        if not isinstance(value, Heavy):
+            return value
+        return Batch.from_parts(value.light, heavy, value.item).with_away(value.streamed)
 
     return _map(swap, result)
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from rolegraph.batch import Batch
-from rolegraph.columns import is_per_token
+from rolegraph.columns import STREAMED, is_per_token
 from rolegraph.errors import AlignmentError
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
@@ -322,7 +322,9 @@ def _columns(batch: Batch, index: IntArray) -> dict[str, Tensor]:
     """
     lengths = np.diff(_offsets(batch, "response_ids"))
     columns: dict[str, Tensor] = {}
-    for field in batch.table.schema:
+    for field in batch.schema:
+        if field.name in STREAMED:
+            continue
         if _is_number(field.type):
             columns[field.name] = _tensor(batch.numpy(field.name)[index])
         elif field.name in ("prompt_ids", "response_ids", "teacher_prompt_ids") or not _is_number_list(field.type):

@@ -102,6 +102,19 @@ class Fake(Role):
         time.sleep(0.02)
         return batch.with_columns({"served": np.full(len(batch), self.context.rank)})
 
+    @endpoint(dispatch="slice", collect="flatten")
+    def states(self, batch: Batch) -> Batch:
+        """Large columns, as a teacher makes them."""
+        lengths = batch.numpy("length")
+        return Batch.from_columns({"teacher_hidden": [np.full((n, 4), n, np.float32) for n in lengths]})
+
+    @endpoint(dispatch="slice", collect="flatten")
+    def read_states(self, batch: Batch) -> list[tuple[bool, float]]:
+        """Of each row: whether its states came with the call, and their sum, read a row at a time."""
+        with_call = "teacher_hidden" in batch.schema.names
+        rows = [batch.take([row]).fetch_sync(["teacher_hidden"]) for row in range(len(batch))]
+        return [(with_call, float(row.ragged("teacher_hidden").values.sum())) for row in rows]
+
     @endpoint()
     def record(self, value: int, delay: float = 0.0) -> list[int]:
         time.sleep(delay)

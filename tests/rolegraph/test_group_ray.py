@@ -91,6 +91,15 @@ async def test_heavy_columns_stay_in_the_object_store(fake: Fake) -> None:
     assert only["text"].to_pylist() == local["text"].to_pylist()
 
 
+async def test_streamed_columns_go_from_actor_to_actor_row_by_row(fake: Fake) -> None:
+    batch = batch_of(9)
+    held = rolegraph.batch.bytes_held()
+    rows = batch.merge(await fake.states(batch)).take([8, 1, 4, 3])
+    sums = await fake.read_states(rows)
+    assert sums == [(False, float(4 * n * n)) for n in rows.numpy("length")]
+    assert rolegraph.batch.bytes_held() == held, "the driver read none of it"
+
+
 async def test_scattered_rows_arrive_in_order(fake: Fake) -> None:
     local = batch_of(60)
     parts = await asyncio.gather(*(fake.identity(local.slice(i, i + 10)) for i in range(0, 60, 10)))

@@ -12,6 +12,7 @@ from rolegraph.batch import Batch
 from rolegraph.dispatch import contiguous_parts
 from rolegraph.errors import BatchError
 from rolegraph.shards import Refs
+from rolegraph.transit import decode_arguments, decode_result, encode_arguments, encode_result
 from tests.rolegraph.fakes import batch_of
 
 Store = dict[str, Any]
@@ -83,6 +84,39 @@ def test_only_the_shards_that_hold_the_rows_travel() -> None:
     light_only = Refs()
     driver.select(["uid", "length"]).pack_into(light_only)
     assert light_only.refs == []
+
+
+def test_streamed_columns_do_not_travel_with_the_call_and_their_rows_can_be_read_later() -> None:
+    store: Store = {}
+    lengths = batch_of(12).numpy("length")
+    states = Batch.from_columns({"teacher_hidden": [np.full((n, 4), n, np.float32) for n in lengths]})
+    driver = on_driver(batch_of(12), store, (6, 6)).merge(on_driver(states, store, (4, 4, 4)))
+    payload, refs = encode_arguments("step", (driver.take([9, 2]),), {})
+    assert refs == ["object 0", "object 1"], "what holds hidden states is not among the objects that Ray fetches"
+    (batch,) = decode_arguments(payload, [store[cast(Any, ref)] for ref in refs])[0]
+    assert batch["uid"].to_pylist() == ["u9", "u2"]
+    assert [field.name for field in batch.schema] == ["uid", "length", "response_ids", "text"]
+    with pytest.raises(BatchError, match="'teacher_hidden' is in the object store"):
+        batch["teacher_hidden"]
+    read = Refs()
+    hidden = batch.take([1]).select(["teacher_hidden"]).pack_into(read)
+    assert read.refs == ["object 2"], "one row needs one shard"
+    (row,) = Batch.unpacked(hidden, [store["object 2"]]).lists("teacher_hidden")
+    assert row.shape == (lengths[2], 4)
+    assert (row == lengths[2]).all()
+
+
+def test_an_actor_hands_streamed_columns_back_as_the_references_they_were() -> None:
+    store: Store = {}
+    states = on_driver(Batch.from_columns({"teacher_hidden": [np.ones((2, 4), np.float32)] * 3}), store, (3,))
+    rows = Batch.from_columns({"uid": ["a", "b", "c"], "text": ["x", "y", "z"]}).merge(states)
+    result, tables = encode_result(rows)
+    assert [table.column_names for table in tables] == [["text"]]
+    back = decode_result(result, cast(Any, "object 9"))
+    assert back.column_names == ["uid", "text", "teacher_hidden"]
+    refs = Refs()
+    back.pack_into(refs)
+    assert refs.refs == ["object 9", "object 0"]
 
 
 def test_two_batches_of_one_call_send_a_shared_shard_once() -> None:
