@@ -37,6 +37,7 @@ def _request(role: str, config: Any) -> RoleRequest:
         context=size("context_parallel_size"),
         pipeline=size("pipeline_model_parallel_size"),
         expert=size("expert_model_parallel_size"),
+        data=1 if is_spmd else size("data_parallel_size"),
     )
 
 

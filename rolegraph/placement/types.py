@@ -39,11 +39,17 @@ class PlacementConfig:
 
 @dataclass(frozen=True)
 class Node:
-    """One machine: its address, the ids of its GPUs, its cores."""
+    """One machine: its address, the ids of its GPUs, its cores, and what is known of their memory."""
 
     name: str
     gpus: tuple[int, ...] = ()
     cpus: float = 1.0
+    gpu_name: str = ""
+    """What the GPUs are called; empty where nothing told."""
+    gpu_memory: int | None = None
+    """Bytes of each GPU; null where nothing told."""
+    memory: int | None = None
+    """Bytes of the machine's own memory; null where nothing told."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +88,18 @@ class RoleRequest:
     context: int = 1
     pipeline: int = 1
     expert: int = 1
+    data: int = 1
+    """Copies of the model inside one engine; the data-parallel size of an SPMD role follows from its ranks."""
 
     @property
     def model_parallel(self) -> int:
-        """Devices that hold one copy of the model."""
-        return self.tensor * self.context * self.pipeline
+        """Devices of one copy of the model, or of one engine."""
+        return self.tensor * self.context * self.pipeline * (1 if self.is_spmd else self.data)
+
+    @property
+    def block(self) -> int:
+        """Devices (or ranks, on CPUs) that stay on one node: a tensor-parallel group, or an engine."""
+        return self.tensor if self.is_spmd else self.model_parallel
 
     @property
     def uses_gpu(self) -> bool:
@@ -127,6 +140,11 @@ class RoleRequest:
         """The config key of the number of ranks."""
         return f"{self.role}.{'ranks' if self.is_spmd else 'replicas'}"
 
+    @property
+    def tensor_key(self) -> str:
+        """The config key of the tensor-parallel size."""
+        return f"{self.role}.{'tensor_model_parallel_size' if self.is_spmd else 'tensor_parallel_size'}"
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -143,6 +161,8 @@ class Slot:
     threads: int
     mesh: Mesh
     """Parallel sizes and this rank's coordinates; of a replica, the other replicas are its data-parallel peers."""
+    share: float = 1.0
+    """Part of the memory of each of its GPUs that is this role's; see `rolegraph.placement.shares`. 1 on a CPU."""
 
 
 @dataclass(frozen=True)
