@@ -1,8 +1,8 @@
 """How roles that share a GPU divide its memory.
 
 A role *steps aside* when it gives its memory up while another role of its group has its turn; the others stay. At any
-moment a device holds every role that stays and, where some step aside, one of those. So each role of a group of `s` that
-stay and `a` that step aside may have 1 / (s + min(a, 1)) of the device: everything where all step aside, and where a
+moment a device holds every role that stays and, where some step aside, one of those. So each role of a group of which
+`s` stay and `a` step aside may have 1 / (s + min(a, 1)) of the device: everything where all step aside, and where a
 role is alone; a half where one of two stays, whichever of the two it is.
 """
 

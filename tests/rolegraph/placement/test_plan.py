@@ -125,11 +125,113 @@ def test_numbers_of_one_role_agree(request_: RoleRequest, expected: str) -> None
 def test_tensor_parallel_groups_stay_on_a_node() -> None:
     placed = plan(PAIR, [train(gpus=4, tensor=2)], APART)
     assert devices(placed, "train") == [("a", (0,)), ("a", (1,)), ("b", (4,)), ("b", (5,))]
-    with pytest.raises(PlanError, match="no room"):
+    expected = r"`rollout`: an engine of 4 GPUs stays on one node.*largest has 3: lower rollout\.tensor_parallel_size"
+    with pytest.raises(PlanError, match=expected):
         plan(PAIR, [rollout(gpus=4, tensor=4)], APART)
+    expected = r"`train`: a tensor-parallel group of 4 GPUs .* lower train\.tensor_model_parallel_size \(4\)"
+    with pytest.raises(PlanError, match=expected):
+        plan(PAIR, [train(gpus=4, tensor=4)], APART)
     cpus = Inventory((Node("a", cpus=3), Node("b", cpus=3)))
     placed = plan(cpus, [train(4, tensor=2)], APART)
     assert [slot.node for slot in placed.roles["train"]] == ["a", "a", "b", "b"]
+
+
+def test_what_is_left_of_the_nodes_may_not_hold_a_block() -> None:
+    with pytest.raises(PlanError) as caught:
+        plan(PAIR, [rollout(gpus=6, tensor=2)], APART)
+    message = str(caught.value)
+    assert "no room for `rollout`: there are 6 GPUs, but what is left on each node does not hold the blocks" in message
+    assert "(2 for `rollout`). Lower rollout.tensor_parallel_size, or rollout.gpus or rollout.replicas" in message
+
+
+def test_large_blocks_go_first_where_the_order_of_the_config_leaves_no_room() -> None:
+    nodes = Inventory((Node("a", gpus=(0, 1, 2, 3), cpus=8), Node("b", gpus=(0, 1, 2), cpus=8)))
+    placed = plan(nodes, [train(gpus=3), rollout(gpus=2, tensor=2)], APART)
+    assert devices(placed, "train") == [("a", (0,)), ("a", (1,)), ("a", (2,))]
+    placed = plan(nodes, [train(gpus=3), rollout(gpus=4, tensor=4)], APART)
+    assert devices(placed, "rollout") == [("a", (0, 1, 2, 3))]
+    assert devices(placed, "train") == [("b", (0,)), ("b", (1,)), ("b", (2,))]
+    assert list(placed.roles) == ["train", "rollout"]
+
+
+def test_too_few_gpus_says_how_many_are_there() -> None:
+    with pytest.raises(PlanError) as caught:
+        plan(PAIR, [train(gpus=4), rollout(gpus=3)], APART)
+    message = str(caught.value)
+    assert (
+        "no room for `rollout`: 7 GPUs are asked for, and there are 6. Lower rollout.gpus or rollout.replicas"
+        in message
+    )
+    assert ["train", "4", "(4", "ranks)"] in [line.split() for line in message.splitlines()]
+    assert ["b", "3"] in [line.split() for line in message.splitlines()]
+
+
+def test_many_nodes_are_counted_not_listed() -> None:
+    nodes = Inventory(tuple(Node(f"n{i}", gpus=tuple(range(8)), cpus=8) for i in range(40)))
+    with pytest.raises(PlanError, match=r"n0 to n39 +40 x 8"):
+        plan(nodes, [train(gpus=400)], APART)
+
+
+def test_cores_beside_gpus_are_counted_by_node() -> None:
+    with pytest.raises(PlanError) as caught:
+        plan(PAIR, [train(gpus=4, cpus=3)], APART)
+    message = str(caught.value)
+    assert "no room for `train`: the cores beside the GPUs of a node do not suffice. Lower train.cpus" in message
+    assert ["train", "12", "(4", "ranks)"] in [line.split() for line in message.splitlines()]
+    placed = plan(PAIR, [train(gpus=4, cpus=2), rollout(gpus=2)], APART)
+    assert [slot.cores for slot in placed.roles["train"]] == [2.0] * 4
+    assert [slot.cores for slot in placed.roles["rollout"]] == [3.0, 3.0]
+
+
+def test_a_role_on_cores_beside_roles_on_gpus_takes_its_part_of_each_node() -> None:
+    placed = plan(BOX, [train(gpus=2), RoleRequest("prm", gpus=0, is_spmd=False)], APART)
+    assert [slot.cores for slot in placed.roles["train"]] == [4.0, 4.0]
+    assert [(slot.device, slot.cores) for slot in placed.roles["prm"]] == [("cpu", 8.0)]
+    placed = plan(BOX, [train(gpus=2), RoleRequest("prm", 2, gpus=0, cpus=6, is_spmd=False)], APART)
+    assert [slot.cores for slot in placed.roles["train"]] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "share"),
+    [
+        ({}, 1 / 2),
+        ({"sleep_level": 1}, 1 / 2),
+        ({"offload_model": True, "offload_optimizer": True}, 1 / 2),
+        ({"offload_model": True, "sleep_level": 2}, 1 / 2),
+        ({"offload_model": True, "offload_optimizer": True, "sleep_level": 1}, 1.0),
+    ],
+)
+def test_a_share_follows_from_who_stays_on_the_device(options: dict[str, object], share: float) -> None:
+    placement = PlacementConfig(colocate_groups=(("train", "rollout", "orm"),))
+    for name, value in options.items():
+        object.__setattr__(placement, name, value)
+    placed = plan(BOX, [train(gpus=4), rollout(), ORM], placement)
+    assert {slot.share for role in ("train", "rollout") for slot in placed.roles[role]} == {share}
+    assert plan(BOX, [train(gpus=2), rollout(gpus=2)], APART).roles["train"][0].share == 1.0
+
+
+def test_three_roles_of_which_one_stays() -> None:
+    placement = PlacementConfig(colocate_groups=(("train", "rollout", "teacher"),))
+    requests = [train(gpus=4), rollout(), RoleRequest("teacher", is_spmd=False)]
+    assert plan(BOX, requests, placement).roles["teacher"][0].share == pytest.approx(1 / 3)
+    object.__setattr__(placement, "offload_teacher_model", True)
+    assert plan(BOX, requests, placement).roles["teacher"][0].share == pytest.approx(1 / 3)
+    object.__setattr__(placement, "sleep_level", 1)
+    assert plan(BOX, requests, placement).roles["train"][0].share == pytest.approx(1 / 2)
+
+
+def test_groups_that_contradict_themselves() -> None:
+    with pytest.raises(PlanError, match="names role `train`, which is in group 0 already"):
+        plan(BOX, [train(), rollout()], PlacementConfig(colocate_groups=(("train", "rollout"), ("train", "rollout"))))
+    with pytest.raises(PlanError, match="names fewer than two roles"):
+        plan(BOX, [train(), rollout()], PlacementConfig(colocate_groups=(("train", "train"),)))
+
+
+def test_an_engine_that_is_data_parallel_inside_counts_all_its_devices() -> None:
+    placed = plan(BOX, [RoleRequest("sampler", is_spmd=False, gpus=4, tensor=2, data=2)], APART)
+    assert devices(placed, "sampler") == [("box", (0, 1, 2, 3))]
+    with pytest.raises(PlanError, match=r"sampler\.gpus=2 does not divide by the model-parallel size 4"):
+        plan(BOX, [RoleRequest("sampler", is_spmd=False, gpus=2, tensor=2, data=2)], APART)
 
 
 def test_ranks_count_in_megatrons_order() -> None:
