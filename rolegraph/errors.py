@@ -30,6 +30,10 @@ class WeightSyncError(RoleGraphError):
     """Weights did not arrive, or not in the shape that was agreed."""
 
 
+class TurnError(RoleGraphError):
+    """A role was asked to work without what it needs on its device, or out of its turn."""
+
+
 class DataError(RoleGraphError):
     """The data source is missing, malformed or empty after filtering."""
 

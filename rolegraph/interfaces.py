@@ -99,6 +99,13 @@ FAULT_REASONS = (
 """Why a reward function gave no reward for a row; a number in a column `reward_faults/NAME` is 1 + the index here."""
 
 
+_NO_OFFLOAD = (
+    "this train role does not offload: set placement.offload_model=false and placement.offload_optimizer=false, or "
+    "override offload and onload"
+)
+_NO_SLEEP = "this rollout role cannot be put to sleep: set placement.sleep_level=0, or override sleep and wake_up"
+
+
 def first_rank(results: Sequence[Metrics]) -> Metrics:
     """Keep rank 0's metrics: train ranks reduce theirs over the whole group before they return."""
     return results[0]
@@ -174,6 +181,22 @@ class TrainRole(Role):
         """Leave the transfer group, so that the next sync starts a fresh one."""
         raise NotImplementedError
 
+    @endpoint()
+    def offload(self, model: bool, optimizer: bool) -> None:
+        """Give device memory to the roles that share it: weights (and reference weights), or optimizer state, or both.
+
+        Called between phases, when nothing computes. What is given away moves to host memory and comes back bit for
+        bit; gradients have no use between steps and are dropped with either. What is away already stays away. Until
+        `onload`, endpoints that need it raise TurnError. A backend that cannot do this leaves it as it is here, and its
+        users set `placement.offload_model=false placement.offload_optimizer=false`.
+        """
+        raise NotImplementedError(_NO_OFFLOAD)
+
+    @endpoint()
+    def onload(self, model: bool, optimizer: bool) -> None:
+        """Take back what `offload` gave away; what is there stays."""
+        raise NotImplementedError(_NO_OFFLOAD)
+
 
 class RolloutRole(Role):
     """Engines that sample from the policy; each actor is one replica."""
@@ -211,6 +234,25 @@ class RolloutRole(Role):
     def disconnect_weights(self) -> None:
         """Leave the transfer group."""
         raise NotImplementedError
+
+    @endpoint()
+    def sleep(self, level: int) -> None:
+        """Give weights and KV cache to the roles that share the device; no sample may be running.
+
+        Level 1 keeps the weights in host memory. Level 2 drops them: until a sync has brought them back, `generate`
+        raises TurnError, awake or not. What a prefix cache held is gone either way. Asleep already, nothing happens,
+        but that level 2 drops what level 1 kept. A backend that cannot do this leaves it as it is here, and its users
+        set `placement.sleep_level=0`.
+        """
+        raise NotImplementedError(_NO_SLEEP)
+
+    @endpoint()
+    def wake_up(self, parts: tuple[str, ...]) -> None:
+        """Take the memory of `weights`, of the `kv_cache`, or of both back; what is awake stays so.
+
+        A weight sync needs the weights awake, `generate` both.
+        """
+        raise NotImplementedError(_NO_SLEEP)
 
 
 class TeacherRole(Role):
