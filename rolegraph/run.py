@@ -8,7 +8,7 @@ import importlib
 import time
 from collections.abc import Coroutine, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from rolegraph.placement import Inventory, Plan, plan, requests, this_machine
 from rolegraph.role import Role
 from rolegraph.telemetry import Telemetry
 from rolegraph.telemetry.report import write_report
+from rolegraph.turns import Turns, TurnTaker
 from rolegraph.weights import WeightSync
 
 REMIND_EVERY_S = 60.0
@@ -39,6 +40,8 @@ class Run:
     telemetry: Telemetry
     sync: WeightSync | None = None
     """Brings the trainer's weights into the engines; None where no role generates."""
+    turns: TurnTaker = field(default_factory=TurnTaker)
+    """Whose turn it is on devices that roles share; by itself it keeps nobody waiting."""
 
 
 def main(config: RunConfig) -> None:
@@ -82,7 +85,7 @@ async def _run(config: RunConfig, run_dir: Path) -> None:
             telemetry.event(line)
         slow = ", ".join(f"{role} {seconds:.0f} s" for role, seconds in graph.startup.items())
         telemetry.event(f"roles ready after {time.monotonic() - started:.0f} s ({slow})")
-        run = Run(config, dataset, telemetry, _weight_sync(config, placed, graph))
+        run = Run(config, dataset, telemetry, _weight_sync(config, placed, graph), TurnTaker(Turns(placed.groups)))
         algorithm = algorithm_class(config.algorithm.config, run)
         for name in algorithm_class.roles():
             setattr(algorithm, name, graph.groups[name].handle if name in graph.groups else None)

@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 import types
 import typing
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from rolegraph.errors import TurnError
 from rolegraph.role import Role
+from rolegraph.turns import PHASES, Phase
 
 if TYPE_CHECKING:
     from rolegraph.run import Run
@@ -25,17 +29,20 @@ class Algorithm:
             rollout: RolloutRole
 
             async def run(self) -> None:
-                print(len(await self.rollout.generate(self.job.dataset.rows, SamplingParams())))
+                async with self.turn("generate"):
+                    print(len(await self.rollout.generate(self.job.dataset.rows, SamplingParams())))
     """
 
     Config: ClassVar[type[Any]]
     """The dataclass of the algorithm's config."""
+    phases: ClassVar[Mapping[str, Phase]] = PHASES
+    """What `turn` knows by name; an algorithm with phases of its own has `phases = {**PHASES, "judge": Phase(...)}`."""
     config: Any
 
     def __init__(self, config: Any, run: Run) -> None:
         self.config = config
         self.job = run
-        """The run: its config, dataset, telemetry and weight sync."""
+        """The run: its config, dataset, telemetry, weight sync, and whose turn it is."""
 
     @classmethod
     def roles(cls) -> dict[str, tuple[type[Role], bool]]:
@@ -49,8 +56,24 @@ class Algorithm:
     async def sync(self) -> None:
         """Bring the trainer's weights into the engines."""
         if self.job.sync is not None:
-            with self.job.telemetry.phase("sync", "train", "rollout"):
+            async with self.turn("sync"):
                 await self.job.sync.sync()
+
+    @asynccontextmanager
+    async def turn(self, name: str) -> AsyncIterator[None]:
+        """A phase of a step: `async with self.turn("generate"): ...`.
+
+        It waits until the roles that share devices with those of the phase have ended their turns, puts to sleep what
+        must make room, wakes what the phase needs, and times the block as `seconds/NAME` (what moves before it as
+        `seconds/turns`). Every call that computes on a device belongs into one. Raises TurnError for a name that is
+        not in `phases`, and where the phase needs weights that were dropped and not synced since.
+        """
+        if name not in self.phases:
+            raise TurnError(f"{type(self).__name__} has no phase {name!r}; its phases are {', '.join(self.phases)}")
+        phase, telemetry = self.phases[name], self.job.telemetry
+        async with self.job.turns.take(name, phase, lambda roles: telemetry.phase("turns", *roles)):
+            with telemetry.phase(name, *phase.roles):
+                yield
 
     def steps(self, rows_per_step: float) -> int:
         """Optimizer steps of the run: `max_steps`, or as many as a pass over the dataset has."""

@@ -69,10 +69,11 @@ class GRPO(Algorithm):
         if warm is None:
             return
         rows = warm.global_batch_size or self.config.global_batch_size
-        await supervised(self.train, self.job, stage="warm_start", steps=warm.max_steps, rows=rows, lr=warm.lr)
-        await self.train.reset_optimizer()
-        if self.config.needs_reference:
-            await self.train.save_reference()
+        await supervised(self, self.train, stage="warm_start", steps=warm.max_steps, rows=rows, lr=warm.lr)
+        async with self.turn("train"):
+            await self.train.reset_optimizer()
+            if self.config.needs_reference:
+                await self.train.save_reference()
 
     async def sample(self) -> tuple[Batch, Metrics]:
         """The samples of a generation whose rewards are there, and what was drawn for them.
@@ -101,7 +102,7 @@ class GRPO(Algorithm):
 
     async def draw(self, first_group: int) -> Batch:
         """Responses to the next prompts, with their rewards; prompts are numbered from `first_group`."""
-        telemetry, config = self.job.telemetry, self.config
+        config = self.config
         prompts = next(self.prompts).drop(RESPONSE_COLUMNS)
         numbers = np.arange(first_group, first_group + len(prompts), dtype=np.int32)
         sampling = SamplingParams(
@@ -115,9 +116,9 @@ class GRPO(Algorithm):
             step=self.rounds,
         )
         self.rounds += 1
-        with telemetry.phase("generate", "rollout"):
+        async with self.turn("generate"):
             samples = await self.rollout.generate(prompts.with_columns({"group": numbers}), sampling)
-        with telemetry.phase("score", "orm"):
+        async with self.turn("score"):
             return await self.orm.score(samples)
 
     async def score_tokens(self, samples: Batch) -> Batch:
@@ -129,11 +130,11 @@ class GRPO(Algorithm):
         if not len(samples):
             return samples
         if config.needs_logprobs:
-            with self.job.telemetry.phase("logprobs", "train"):
+            async with self.turn("logprobs"):
                 scores = await train.logprobs(samples, temperature=config.temperature, entropy=config.needs_entropy)
             samples = beside(samples, scores)
         if config.needs_reference:
-            with self.job.telemetry.phase("ref_logprobs", "train"):
+            async with self.turn("ref_logprobs"):
                 scores = await train.logprobs(samples, temperature=config.temperature, reference=True)
             samples = beside(samples, scores)
         return samples
@@ -155,7 +156,7 @@ class GRPO(Algorithm):
         if not len(batch):
             self.job.telemetry.event("step left out: no sample of it is left to train on")
             return {"step/left_out": 1.0}
-        with self.job.telemetry.phase("train", "train"):
+        async with self.turn("train"):
             metrics = await self.train.step(batch, loss=self.loss, temperature=self.config.temperature)
         return measure.of_step(metrics)
 

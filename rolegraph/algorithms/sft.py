@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from rolegraph.algorithms.base import Algorithm
 from rolegraph.algorithms.config import PTConfig, SFTConfig
 from rolegraph.algorithms.metrics import of_step
 from rolegraph.interfaces import LossSpec, TrainRole
-
-if TYPE_CHECKING:
-    from rolegraph.run import Run
 
 CROSS_ENTROPY = LossSpec("rolegraph.losses.supervised.cross_entropy")
 
@@ -27,7 +24,7 @@ class SFT(Algorithm):
         """Take the steps of the run, or of one pass over the dataset."""
         rows = self.config.global_batch_size
         loss = self.config.loss or CROSS_ENTROPY
-        await supervised(self.train, self.job, stage=self.stage, steps=self.steps(rows), rows=rows, loss=loss)
+        await supervised(self, self.train, stage=self.stage, steps=self.steps(rows), rows=rows, loss=loss)
 
 
 class PT(SFT):
@@ -38,8 +35,8 @@ class PT(SFT):
 
 
 async def supervised(
+    algorithm: Algorithm,
     train: TrainRole,
-    run: Run,
     *,
     stage: str,
     steps: int,
@@ -48,10 +45,11 @@ async def supervised(
     lr: float | None = None,
 ) -> None:
     """`steps` optimizer steps of `rows` dataset rows each, in the run's seeded order; `lr` overrides the schedule."""
+    run = algorithm.job
     run.telemetry.stage(stage, steps)
     batches = run.dataset.batches(rows, run.config.seed)
     for step in range(1, steps + 1):
         batch = next(batches)
-        with run.telemetry.phase("train", "train"):
+        async with algorithm.turn("train"):
             metrics = await train.step(batch, loss=loss, lr=lr)
         run.telemetry.step(step, of_step(metrics))

@@ -71,7 +71,10 @@ def within(name: str, packages: set[str]) -> bool:
 
 
 def test_algorithms_see_interfaces_batches_and_pure_functions() -> None:
-    known = {f"rolegraph.{name}" for name in ("algorithms", "interfaces", "batch", "role", "losses", "run")}
+    known = {
+        f"rolegraph.{name}"
+        for name in ("algorithms", "interfaces", "batch", "errors", "role", "losses", "run", "turns")
+    }
     for file in python_files("rolegraph/algorithms"):
         assert [name for name in of_this_project(file) if name != "rolegraph" and not within(name, known)] == [], file
         # The run is a type in annotations; at run time it comes as an argument.

@@ -13,6 +13,7 @@ import numpy as np
 from rolegraph.batch import Batch
 from rolegraph.data.dataset import Batches
 from rolegraph.interfaces import LossSpec, SamplingParams
+from rolegraph.turns import TurnTaker
 
 
 def away(columns: Mapping[str, Any]) -> Batch:
@@ -191,6 +192,7 @@ class World:
         rows: int = 8,
         max_steps: int | None = 1,
         seed: int = 3,
+        turns: TurnTaker | None = None,
     ) -> None:
         self.calls: list[str] = []
         self.telemetry, self.sync = Telemetry(self.calls), Sync(self.calls)
@@ -200,6 +202,7 @@ class World:
             dataset=self.dataset,
             telemetry=self.telemetry,
             sync=self.sync,
+            turns=turns or TurnTaker(),
         )
         self.algorithm = algorithm(config, job)
         self.train, self.rollout = Train(self.calls), Rollout(self.calls, self.sync)
