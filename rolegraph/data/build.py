@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -29,6 +29,8 @@ _ENCODE_ROWS = 512
 RESERVED = frozenset(KNOWN_TYPES) | {
     "teacher_ids",
     "teacher_logprobs",
+    "teacher_hidden",
+    "teacher_prompt_length",
     "ref_kl",
     "response_text",
     "reward_reasons",
@@ -45,6 +47,7 @@ class Encoded:
     columns: Row
     prompt: list[int]
     response: list[int] | None
+    teacher_prompt: list[int] | None = None
 
 
 def build(config: DataConfig, model_path: str, needs: Needs) -> tuple[list[Batch], Report]:
@@ -179,7 +182,7 @@ def _encoded(
         rendered = []
         for where, uid, sample in chunk:
             try:
-                rendered.append((where, uid, sample, *_render(sample, model, needs)))
+                rendered.append((where, uid, sample, *_render(sample, model, needs), _render_teacher(sample, model)))
             except BadRowError as bad:
                 if config.on_bad_row == "fail":
                     raise DataError(f"{where}: {bad} (data.on_bad_row=skip leaves such rows out)") from bad
@@ -188,16 +191,21 @@ def _encoded(
         chat = iter(model.encode([r[3] for r in rendered if r[2].messages is not None], False))
         raw = iter(model.encode([r[3] for r in rendered if r[2].messages is None], True))
         answers = iter(model.encode([r[4] for r in rendered if r[4] is not None], False))
-        for where, uid, sample, _, answer in rendered:
+        others = iter(model.encode([r[5] for r in rendered if r[5] is not None and r[2].teacher_text is None], False))
+        raw_others = iter(model.encode([r[2].teacher_text for r in rendered if r[2].teacher_text is not None], True))
+        for where, uid, sample, _, answer, teacher in rendered:
             prompt = next(raw if sample.messages is None else chat)
             response = None if answer is None else _ended(next(answers), model.eos_ids)
             if needs == "text":
                 # The first token is given: nothing comes before it that could predict it.
                 text = _ended(prompt, model.eos_ids)
                 prompt, response = text[:1], text[1:]
-            elif sample.messages is None and prompt and prompt[-1] in model.eos_ids:
-                prompt = prompt[:-1]
-            yield Encoded(where, uid, sample.columns, prompt, response)
+            elif sample.messages is None:
+                prompt = _open(prompt, model.eos_ids)
+            other = None
+            if teacher is not None:
+                other = next(others) if sample.teacher_text is None else _open(next(raw_others), model.eos_ids)
+            yield Encoded(where, uid, sample.columns, prompt, response, other)
 
 
 def _render(sample: Sample, model: ChatTokenizer, needs: Needs) -> tuple[str, str | None]:
@@ -219,6 +227,18 @@ def _render(sample: Sample, model: ChatTokenizer, needs: Needs) -> tuple[str, st
     return prompt, whole.removeprefix(prompt) if whole.startswith(prompt) else sample.response
 
 
+def _render_teacher(sample: Sample, model: ChatTokenizer) -> str | None:
+    """The text of the teacher's own prompt, for a row that has one."""
+    if sample.teacher_messages is None:
+        return sample.teacher_text
+    return model.render(sample.teacher_messages, add_generation_prompt=True)
+
+
+def _open(prompt: list[int], eos: Sequence[int]) -> list[int]:
+    """A prompt of raw text without the end-of-sequence that some tokenizers put behind every text."""
+    return prompt[:-1] if prompt and prompt[-1] in eos else prompt
+
+
 def _ended(ids: list[int], eos: Sequence[int]) -> list[int]:
     """The ids up to the end-of-sequence that closes them (templates write a newline after it), added if missing."""
     for position in range(len(ids) - 1, max(len(ids) - 4, -1), -1):
@@ -231,8 +251,10 @@ def _fitting(encoded: Iterator[Encoded], needs: Needs, config: DataConfig, repor
     """Leave out or cut what is longer than `max_length`."""
     for row in encoded:
         length = len(row.prompt) + (len(row.response) if row.response is not None else 0)
-        if not row.prompt or row.response == []:
+        if not row.prompt or row.response == [] or row.teacher_prompt == []:
             report.drop(row.where, BadRowError("no tokens"))
+        elif not _fit_teacher(row, config, report):
+            continue
         elif length <= config.max_length:
             yield row
         elif config.truncation_strategy == "drop":
@@ -245,13 +267,26 @@ def _fitting(encoded: Iterator[Encoded], needs: Needs, config: DataConfig, repor
             yield cut
 
 
+def _fit_teacher(row: Encoded, config: DataConfig, report: Report) -> bool:
+    """Cut the teacher's prompt where it is too long and may be cut; False: the row is left out."""
+    limit, length = config.teacher_prompt_limit, len(row.teacher_prompt or ())
+    if row.teacher_prompt is None or length <= limit:
+        return True
+    if config.truncation_strategy == "drop":
+        report.drop(row.where, BadRowError(f"teacher_prompt longer than {limit} tokens", f"{length} tokens"))
+        return False
+    row.teacher_prompt = row.teacher_prompt[-limit:]
+    report.repaired[f"teacher_prompt cut on the left to {limit} tokens"] += 1
+    return True
+
+
 def _cut(row: Encoded, needs: Needs, limit: int) -> Encoded | None:
     """The row with its beginning cut off, so that `limit` tokens are left; null when no prompt token would be."""
     if needs == "text":
         ids = [*row.prompt, *(row.response or ())][-limit:]
         return Encoded(row.where, row.uid, row.columns, ids[:1], ids[1:]) if limit > 1 else None
     room = limit - len(row.response or ())
-    return Encoded(row.where, row.uid, row.columns, row.prompt[-room:], row.response) if room > 0 else None
+    return replace(row, prompt=row.prompt[-room:]) if room > 0 else None
 
 
 def _shards(kept: list[Encoded], needs: Needs, report: Report) -> list[Batch]:
@@ -277,6 +312,10 @@ def _shards(kept: list[Encoded], needs: Needs, report: Report) -> list[Batch]:
         columns["response_length"] = pa.array([len(ids) for ids in responses], pa.int32())
         lengths = [len(row.prompt) + len(row.response or ()) for row in kept]
         columns["length"] = pa.array(lengths, pa.int32())
+    if any(row.teacher_prompt is not None for row in kept):
+        prompts = [row.teacher_prompt for row in kept]
+        columns["teacher_prompt_ids"] = pa.array(prompts, pa.list_(pa.int32()))
+        columns["teacher_prompt_length"] = pa.array([len(ids or ()) for ids in prompts], pa.int32())
     columns |= to_columns(values, report.notes)
     table = pa.table(columns)
     return [Batch.from_table(table.slice(start, SHARD_ROWS)) for start in range(0, len(kept), SHARD_ROWS)]

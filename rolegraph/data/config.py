@@ -19,7 +19,8 @@ class DataConfig:
     """Where prompts come from, how they become tokens, and what happens to rows that do not fit.
 
     A row has `messages` (chat) or `prompt` (a string), and for sft a `response` or a last assistant message; for pt it
-    has `text`. Reserved names aside, its columns travel with the prompt to the reward functions.
+    has `text`. A `teacher_prompt` (messages, or a string) is what a teacher sees in place of the prompt. Reserved names
+    aside, its columns travel with the prompt to the reward functions.
     """
 
     source: SourceName | None = None
@@ -60,8 +61,11 @@ class DataConfig:
     """Variables for the chat template (`{enable_thinking: false}`)."""
     max_length: int = 1024
     """Tokens a row may have: of the prompt for RL, of prompt and response together for sft, of the text for pt."""
+    max_teacher_prompt_length: int | None = None
+    """Tokens a row's `teacher_prompt` may have; null: max_length."""
     truncation_strategy: Literal["drop", "left"] = "drop"
-    """Rows longer than `max_length`: dropped, or cut on the left (the response of an sft row is never cut)."""
+    """Rows longer than `max_length`: dropped, or cut on the left (the response of an sft row is never cut). The same
+    for a `teacher_prompt`."""
     on_bad_row: Literal["skip", "fail"] = "skip"
     """Rows that cannot be read: counted, reported and left out, or the end of the run."""
     on_duplicate: Literal["keep", "drop", "fail"] = "keep"
@@ -95,12 +99,19 @@ class DataConfig:
         for key in ("max_length", "size"):
             if getattr(self, key) < 1:
                 found.append(f"data.{key}={getattr(self, key)} must be at least 1")
+        if self.max_teacher_prompt_length is not None and self.max_teacher_prompt_length < 1:
+            found.append(f"data.max_teacher_prompt_length={self.max_teacher_prompt_length} must be at least 1, or null")
         if self.limit is not None and self.limit < 1:
             found.append(f"data.limit={self.limit} must be at least 1, or null for all rows")
         for path in self.preprocessors:
             if "." not in path:
                 found.append(f"data.preprocessors: {path!r} is no import path: write module.function")
         return found
+
+    @property
+    def teacher_prompt_limit(self) -> int:
+        """`max_teacher_prompt_length` with its default filled in."""
+        return self.max_teacher_prompt_length or self.max_length
 
     def _is_set(self, key: str) -> bool:
         (default,) = (f.default for f in fields(self) if f.name == key)

@@ -33,6 +33,10 @@ class Sample:
     text: str | None = None
     """A prompt of raw text, or the text of pt."""
     response: str | None = None
+    teacher_messages: list[Row] | None = None
+    """The chat that the teacher answers instead, where the row has a `teacher_prompt`."""
+    teacher_text: str | None = None
+    """The same, of raw text."""
 
 
 def read(row: Row, needs: Needs, *, system_prompt: str | None, prompt_as: str) -> Sample:
@@ -54,15 +58,42 @@ def read(row: Row, needs: Needs, *, system_prompt: str | None, prompt_as: str) -
             text = prompt
     response = _response(columns, messages)
     if messages is not None:
-        if system_prompt and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": system_prompt})
-        if not any(message["content"] for message in messages if message["role"] != "system"):
-            raise BadRowError("empty prompt")
+        _complete(messages, system_prompt)
+    teacher_messages, teacher_text = _teacher_prompt(columns, system_prompt, prompt_as)
     if needs == "response" and response is None:
         raise BadRowError("no response", "neither a last assistant message nor a `response`")
     if response is not None:
         columns["response"] = response
-    return Sample(columns=columns, messages=messages, text=text, response=response)
+    return Sample(columns, messages, text, response, teacher_messages, teacher_text)
+
+
+def _complete(messages: list[Row], system_prompt: str | None) -> None:
+    """Put the system prompt first where the chat has none of its own; a chat that asks nothing is refused."""
+    if system_prompt and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system_prompt})
+    if not any(message["content"] for message in messages if message["role"] != "system"):
+        raise BadRowError("empty prompt")
+
+
+def _teacher_prompt(columns: Row, system_prompt: str | None, prompt_as: str) -> tuple[list[Row] | None, str | None]:
+    """What the teacher sees in place of the prompt: messages or text; neither where the row says nothing about it."""
+    value = columns.get("teacher_prompt")
+    if value is None:
+        return None, None
+    if isinstance(value, str):
+        if not value:
+            raise BadRowError("empty teacher_prompt", "leave it out, or null, for a teacher that sees the prompt")
+        if prompt_as != "user":
+            return None, value
+        messages = [{"role": "user", "content": value}]
+    elif isinstance(value, Sequence) and value:
+        messages = [_message(message) for message in value]
+        if messages[-1]["role"] == "assistant":
+            raise BadRowError("`teacher_prompt` ends with an assistant message", "the response comes after it")
+    else:
+        raise BadRowError("`teacher_prompt` is neither text nor messages", f"it is of type {type(value).__name__}")
+    _complete(messages, system_prompt)
+    return messages, None
 
 
 def content_id(row: Mapping[str, Any]) -> str:

@@ -266,3 +266,48 @@ def test_a_ray_task_loads_the_same_rows(jsonl: Write, tiny_folder: str, ray_clus
     assert picked["solution"].to_pylist() == ["x" * 149, ""]
     with pytest.raises(DataError, match="broken JSON"):
         load(DataConfig(source="jsonl", path=path, on_bad_row="fail"), tiny_folder, use_ray=True)
+
+
+def test_a_teacher_prompt_is_tokenised_as_the_prompt_would_be(jsonl: Write, tiny_folder: str) -> None:
+    asked = [{"role": "user", "content": "1 + 1 = (it is 2)"}]
+    rows = [
+        {"prompt": "1 + 1 =", "teacher_prompt": "1 + 1 = (it is 2)"},
+        {"prompt": "1 + 2 ="},
+        {"prompt": "1 + 1 =", "teacher_prompt": asked, "id": "messages"},
+        {"prompt": "1 + 3 =", "teacher_prompt": None},
+    ]
+    data = _load(jsonl(*rows), tiny_folder, system_prompt="Add.")
+    (whole,) = tokenizers.load(tiny_folder).encode(
+        ["<|system|>Add.<|end|><|user|>1 + 1 = (it is 2)<|end|><|assistant|>"], False
+    )
+    assert _column(data, "teacher_prompt_ids") == [whole, None, whole, None]
+    assert _column(data, "teacher_prompt_length") == [len(whole), 0, len(whole), 0]
+    raw = _load(jsonl(*rows[:2]), tiny_folder, prompt_as="text")
+    assert _column(raw, "teacher_prompt_ids")[0] == tokenizers.load(tiny_folder).encode(["1 + 1 = (it is 2)"], True)[0]
+    assert "teacher_prompt_ids" not in _load(jsonl(rows[1]), tiny_folder).rows
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (7, "`teacher_prompt` is neither text nor messages"),
+        ("", "empty teacher_prompt"),
+        ([{"role": "assistant", "content": "2"}], "`teacher_prompt` ends with an assistant message"),
+        ([{"role": "user", "content": ""}], "empty prompt"),
+    ],
+)
+def test_a_teacher_prompt_that_is_none_drops_its_row(value: Any, reason: str, jsonl: Write, tiny_folder: str) -> None:
+    data = _load(jsonl({"prompt": "1 + 1 ="}, {"prompt": "1 + 2 =", "teacher_prompt": value}), tiny_folder)
+    assert len(data) == 1
+    assert any(reason in line for line in data.report.lines()), data.report.lines()
+
+
+def test_a_long_teacher_prompt_is_dropped_or_cut_and_counted(jsonl: Write, tiny_folder: str) -> None:
+    path = jsonl({"prompt": "1 + 1 =", "teacher_prompt": "9" * 60}, {"prompt": "1 + 2 ="})
+    limits: dict[str, Any] = {"max_length": 40, "max_teacher_prompt_length": 50}
+    dropped = _load(path, tiny_folder, **limits)
+    assert len(dropped) == 1
+    assert any("teacher_prompt longer than 50 tokens" in line for line in dropped.report.lines())
+    cut = _load(path, tiny_folder, truncation_strategy="left", **limits)
+    assert _column(cut, "teacher_prompt_length") == [50, 0]
+    assert any("teacher_prompt cut on the left to 50 tokens" in line for line in cut.report.lines())
