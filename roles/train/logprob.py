@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rolegraph.losses.projection import accumulate, give_buffer, operands, precision, project, take_buffer
+
 DEFAULT_BUDGET_BYTES = 512 * 2**20
 _CPU_BLOCK_BYTES = 6 * 2**20
 _GPU_BLOCK_BYTES = 256 * 2**20
@@ -98,7 +100,7 @@ class _LinearLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, head: _Head):  # type: ignore[no-untyped-def]
-        states, matrix = _operands(hidden, weight)
+        states, matrix = operands(hidden, weight)
         blocks, width = _blocks(states, labels, head)
         wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         kept = _Kept(states, len(blocks), width, head.budget_bytes if wanted else 0)
@@ -134,7 +136,7 @@ class _LinearLogprobs(torch.autograd.Function):
             return None, None, None, None
         hidden, weight, labels, peaks, lse = ctx.saved_tensors
         head, kept = ctx.head, ctx.kept
-        states, matrix = _operands(hidden, weight)
+        states, matrix = operands(hidden, weight)
         blocks, width = _blocks(states, labels, head)
         scratch = _empty(states, width)
         grad = grad.to(scratch.dtype) / head.temperature
@@ -154,7 +156,7 @@ class _LinearLogprobs(torch.autograd.Function):
             if grad_weight is not None:
                 torch.mm(operand.t(), states, out=grad_weight[block.start : block.stop])
             if grad_hidden is not None:
-                _accumulate(grad_hidden, operand, matrix[block.start : block.stop])
+                accumulate(grad_hidden, operand, matrix[block.start : block.stop])
         kept.release()
         return (
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),
@@ -164,29 +166,17 @@ class _LinearLogprobs(torch.autograd.Function):
         )
 
 
-_spares: dict[torch.dtype, Tensor] = {}
-"""One buffer a type, kept on the CPU from one micro-batch to the next: fresh memory costs a page fault a page there."""
-
-
-def release_buffers() -> None:
-    """Give back the memory that waits for the next micro-batch."""
-    _spares.clear()
-
-
 class _Kept:
     """The exponentials of the first blocks, as many as the budget holds, from forward to backward."""
 
     def __init__(self, states: Tensor, blocks: int, width: int, budget_bytes: int) -> None:
         self._tokens = len(states)
         self._slot = self._tokens * width
-        item = _precision(states).itemsize
+        item = precision(states).itemsize
         self._count = min(blocks, budget_bytes // max(self._slot * item, 1))
         self._buffer: Tensor | None = None
         if self._count:
-            needed = self._count * self._slot
-            spare = _spares.pop(_precision(states), None) if states.device.type == "cpu" else None
-            fits = spare is not None and needed <= spare.numel() <= budget_bytes // item
-            self._buffer = spare if fits else _empty(states, self._count * width)
+            self._buffer = take_buffer(self._count * self._slot, states, at_most=budget_bytes // item)
 
     def take(self, index: int, block: _Block) -> Tensor | None:
         """The place of block `index`, [tokens, columns]; null where the budget ends, or after `release`."""
@@ -196,26 +186,14 @@ class _Kept:
 
     def release(self) -> None:
         """Let the next call have the memory; a second backward computes the blocks again."""
-        if self._buffer is not None and self._buffer.device.type == "cpu":
-            _spares[self._buffer.dtype] = self._buffer
+        if self._buffer is not None:
+            give_buffer(self._buffer)
         self._buffer = None
-
-
-def _precision(states: Tensor) -> torch.dtype:
-    """What logits, softmax and results are computed in."""
-    return torch.float64 if states.dtype == torch.float64 else torch.float32
-
-
-def _operands(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The inputs in the type of the GEMMs: CPUs without bf16 units are 200 times slower in bf16 than in float32."""
-    if hidden.device.type == "cpu":
-        return hidden.to(_precision(hidden)), weight.to(_precision(hidden))
-    return hidden, weight.to(hidden.dtype)
 
 
 def _empty(states: Tensor, width: int) -> Tensor:
     """Room for `width` columns of every token, flat."""
-    return torch.empty(len(states) * width, dtype=_precision(states), device=states.device)
+    return torch.empty(len(states) * width, dtype=precision(states), device=states.device)
 
 
 def _view(flat: Tensor, tokens: int, block: _Block) -> Tensor:
@@ -227,7 +205,7 @@ def _view(flat: Tensor, tokens: int, block: _Block) -> Tensor:
 def _blocks(states: Tensor, labels: Tensor, head: _Head) -> tuple[list[_Block], int]:
     """Cut the shard's columns into blocks and give each the tokens whose labels it holds; with the widest width."""
     block_bytes = _CPU_BLOCK_BYTES if states.device.type == "cpu" else _GPU_BLOCK_BYTES
-    width = max(block_bytes // (max(len(states), 1) * _precision(states).itemsize), _MIN_COLUMNS)
+    width = max(block_bytes // (max(len(states), 1) * precision(states).itemsize), _MIN_COLUMNS)
     width = max(min(width, head.columns), 1)
     starts = list(range(0, head.columns, width))
     ordered, order = torch.sort(labels - head.first, stable=True)
@@ -246,18 +224,7 @@ def _blocks(states: Tensor, labels: Tensor, head: _Head) -> tuple[list[_Block], 
 def _project(states: Tensor, matrix: Tensor, block: _Block, head: _Head, scratch: Tensor) -> Tensor:
     """The logits of a block over the temperature, [tokens, columns], in `scratch`."""
     out = _view(scratch, len(states), block)
-    rows = matrix[block.start : block.stop].t()
-    if states.dtype == out.dtype:
-        return torch.addmm(out, states, rows, beta=0.0, alpha=1.0 / head.temperature, out=out)
-    return torch.mul(torch.mm(states, rows, out_dtype=out.dtype), 1.0 / head.temperature, out=out)
-
-
-def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, summed in the type of `total`."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    else:
-        total += torch.mm(left, right, out_dtype=total.dtype)
+    return project(states, matrix[block.start : block.stop], out, scale=1.0 / head.temperature)
 
 
 def _merge(lse: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:

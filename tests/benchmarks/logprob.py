@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rolegraph.losses import projection
 from roles.train import logprob
 
 
@@ -86,7 +87,7 @@ def measure(tokens: int, columns: int, width: int, rounds: int) -> dict[str, tup
     peaks: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds + 1):
         for name, way in ways.items():
-            logprob.release_buffers()
+            projection.release_buffers()
             with peak_above_start(peaks[name]):
                 started = time.perf_counter()
                 way()

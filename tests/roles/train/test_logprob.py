@@ -14,6 +14,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from rolegraph.losses import projection
 from roles.train import logprob
 from roles.train.logprob import linear_logprobs
 
@@ -26,9 +27,9 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Blocks of 16 columns and more, so that small cases have several."""
     monkeypatch.setattr(logprob, "_CPU_BLOCK_BYTES", 8192)
     monkeypatch.setattr(logprob, "_MIN_COLUMNS", 16)
-    logprob.release_buffers()
+    projection.release_buffers()
     yield
-    logprob.release_buffers()
+    projection.release_buffers()
 
 
 @dataclass
@@ -191,7 +192,7 @@ def test_memory_stays_in_the_budget(entropy: bool, monkeypatch: pytest.MonkeyPat
     gradients_bytes = (tokens + columns) * width * 4
 
     def run(budget: int) -> int:
-        logprob.release_buffers()
+        projection.release_buffers()
 
         def step() -> None:
             found, _ = linear_logprobs(
