@@ -17,6 +17,14 @@ class PlacementConfig:
 
     colocate_groups: tuple[tuple[str, ...], ...] = ()
     """Lists of roles that share devices and take turns; every other role gets its own."""
+    offload_model: bool = False
+    """A trainer that shares its devices moves weights and reference weights to host memory, and drops its gradients,
+    while others have their turn. On a CPU there is nothing to gain, and nothing moves."""
+    offload_optimizer: bool = False
+    """The same for optimizer state, which only a training step needs."""
+    sleep_level: int = 0
+    """What an engine that shares its devices does while others have their turn. 0: keeps weights and KV cache. 1: moves
+    the weights to host memory and frees the KV cache. 2: frees both; the next weight sync brings the weights back."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """auto: GPUs where the machine has some, else CPU cores."""
     timeout_s: float = 30.0
@@ -24,6 +32,11 @@ class PlacementConfig:
 
     def problems(self) -> Iterator[str]:
         """What is wrong with these settings by themselves."""
+        if self.sleep_level not in (0, 1, 2):
+            yield (
+                f"placement.sleep_level={self.sleep_level} must be 0 (engines stay awake), 1 (weights move to host "
+                "memory) or 2 (weights are dropped)"
+            )
         if self.timeout_s <= 0:
             yield f"placement.timeout_s={self.timeout_s} must be more than 0 seconds"
         seen: dict[str, int] = {}
