@@ -198,6 +198,8 @@ class Checker:
             return self.fault(path, f"must be given: set {join(path)}=...")
         if looks := _looks_like(value, hint):
             return self.fault(path, looks)
+        if (reader := _reader_in(hint)) is not None:
+            return None if value is None and _admits_null(hint) else reader.from_config(value, path, self)
         config = _dataclass_in(hint)
         if config is not None and (isinstance(value, Mapping) or not _admits_null(hint) or value is not None):
             return self._nested(value, config, path)
@@ -282,7 +284,14 @@ def _admits_null(hint: Any) -> bool:
 
 
 def _dataclass_in(hint: Any) -> type | None:
-    return next((m for m in _members(hint) if isinstance(m, type) and dataclasses.is_dataclass(m)), None)
+    """The dataclass whose fields are the keys of a node of this type."""
+    found = (m for m in _members(hint) if isinstance(m, type) and dataclasses.is_dataclass(m))
+    return next((m for m in found if not hasattr(m, "from_config")), None)
+
+
+def _reader_in(hint: Any) -> Any:
+    """The class that reads a node of this type by itself: `from_config(node, path, checker)`."""
+    return next((m for m in _members(hint) if isinstance(m, type) and hasattr(m, "from_config")), None)
 
 
 def _is_target_pair(config: type) -> bool:

@@ -19,8 +19,6 @@ from rolegraph.config.targets import fields_in_source
 from rolegraph.placement import requests
 
 LATER: dict[tuple[str, ...], str] = {
-    ("placement", "device_groups"): "device groups; use placement.colocate_groups",
-    ("placement", "nproc_per_node"): "device groups; use placement.colocate_groups",
     ("placement", "offload_model"): "offloading",
     ("placement", "offload_optimizer"): "offloading",
     ("placement", "offload_teacher_model"): "offloading",
@@ -103,6 +101,12 @@ def colocated_roles_exist(run: RunConfig) -> Iterator[str]:
                 )
 
 
+def workers_are_roles(run: RunConfig) -> Iterator[str]:
+    """Device groups name roles of this run."""
+    if run.placement.device_groups is not None:
+        yield from run.placement.device_groups.strangers(list(run.roles))
+
+
 def roles_ask_for_something(run: RunConfig) -> Iterator[str]:
     """Numbers of ranks, devices and cores are none that placement would take for null, or for less than nothing."""
     for role, spec in run.roles.items():
@@ -157,12 +161,18 @@ def every_rank_has_rows(run: RunConfig) -> Iterator[str]:
     if size is None or "train" not in run.roles:
         return
     (train,) = requests({"train": run.roles["train"]})
-    ranks = train.actors // train.model_parallel
+    ranks = _processes(run).get("train", train.actors) // train.model_parallel
     if size < ranks:
         yield (
             f"algorithm.global_batch_size={size} leaves some of the {ranks} data-parallel ranks of train without a "
             f"row: set it to {ranks} or more, or lower {train.key}"
         )
+
+
+def _processes(run: RunConfig) -> dict[str, int]:
+    """The processes of each role that device groups name."""
+    named = run.placement.device_groups
+    return {role: group.processes for role, group in named.for_roles(run.roles).workers().items()} if named else {}
 
 
 def schedules_end(run: RunConfig) -> Iterator[str]:
@@ -237,11 +247,18 @@ def one_process_suffices(run: RunConfig) -> Iterator[str]:
             value = getattr(spec.config, key, None)
             if value is not None and value > 1:
                 yield f"{role}.{key}={value} needs processes of its own, and use_ray is false: set it to 1"
+    for role, count in _processes(run).items():
+        if count > 1:
+            yield (
+                f"placement.device_groups has {count} processes for {role}, and use_ray is false: give its group one, "
+                "or leave device_groups out"
+            )
 
 
 RULES: list[Callable[[RunConfig], Iterator[str]]] = [
     roles_take_part,
     colocated_roles_exist,
+    workers_are_roles,
     roles_ask_for_something,
     context_fits,
     context_parallelism_works,
@@ -260,8 +277,10 @@ ENGINE_SHARE = 0.9
 
 def engine_share(run: RunConfig, role: str) -> float:
     """Share of a GPU's memory for an engine: everything alone, an equal part beside roles that stay on the device."""
-    group = next((set(group) for group in run.placement.colocate_groups if role in group), {role})
-    tenants = [name for name in group if not getattr(run.roles[name].config, "never_on_gpu", False)]
+    group = next((set(group) for group in run.placement.sharing(run.roles) if role in group), {role})
+    tenants = [
+        name for name in group if name in run.roles and not getattr(run.roles[name].config, "never_on_gpu", False)
+    ]
     return ENGINE_SHARE / max(len(tenants), 1)
 
 

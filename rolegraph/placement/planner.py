@@ -6,6 +6,7 @@ The rules:
   the other, given both they must agree. A role with `gpus: 0` needs no device and runs on CPU cores.
 - Roles of a colocate group share devices: they ask for equal numbers of GPUs, and the group gets them once. A role of
   the group that names no number takes that of the others.
+- Device groups name devices and who shares them; see `rolegraph.placement.device_groups`.
 - `gpus` divides by the model-parallel size, and a tensor-parallel group (or an engine) never crosses a node.
 - A role's ranks fill one node after the other, in the order of the nodes. Groups are placed in the order of the config;
   where that leaves too little room on one node, those with the largest blocks first.
@@ -25,6 +26,7 @@ from dataclasses import replace
 
 from rolegraph.errors import PlanError
 from rolegraph.placement.cores import Cores, Slots, divide
+from rolegraph.placement.seating import Devices, Seating, seat
 from rolegraph.placement.shares import share_of
 from rolegraph.placement.table import need_and_have, no_cores, no_gpus
 from rolegraph.placement.types import Device, Inventory, PlacementConfig, Plan, RoleRequest, Slot
@@ -32,10 +34,9 @@ from rolegraph.placement.types import Device, Inventory, PlacementConfig, Plan, 
 
 def plan(inventory: Inventory, requests: Sequence[RoleRequest], placement: PlacementConfig) -> Plan:
     """Place every role; PlanError names what does not fit, with a need/have table and the keys to change."""
-    device = _device(inventory, placement)
-    by_role = {request.role: request for request in requests}
-    groups = _groups(by_role, placement)
-    problems = [problem for request in requests for problem in _divisibility(request)]
+    seating = _seating(inventory, requests, placement)
+    by_role, groups, device = dict(seating.requests), seating.groups, seating.device
+    problems = list(seating.problems) or [problem for request in by_role.values() for problem in _divisibility(request)]
     for group in groups:
         if device == "cuda":
             members, found = _agree_on_gpus([by_role[role] for role in group])
@@ -49,13 +50,24 @@ def plan(inventory: Inventory, requests: Sequence[RoleRequest], placement: Place
     on_gpus: Slots = {}
     if device == "cuda":
         users = [[by_role[role] for role in group if by_role[role].uses_gpu] for group in groups]
-        on_gpus = _place_on_gpus(inventory, [group for group in users if group], placement)
+        on_gpus = _place_on_gpus(inventory, [group for group in users if group], placement, seating.devices)
         if missing := [role for role in by_role if by_role[role].uses_gpu and role not in on_gpus]:
             raise PlanError(no_gpus(missing, inventory, by_role, groups))
     roles = divide(Cores(inventory), on_gpus, groups, by_role)
     if missing := [role for role in by_role if role not in roles]:
-        raise PlanError(no_cores(missing, inventory, by_role, groups, shareable=device == "cpu"))
+        shareable = device == "cpu" and placement.device_groups is None
+        raise PlanError(no_cores(missing, inventory, by_role, groups, shareable=shareable))
     return Plan({role: roles[role] for role in by_role}, groups, device)
+
+
+def _seating(inventory: Inventory, requests: Sequence[RoleRequest], placement: PlacementConfig) -> Seating:
+    """Who shares devices with whom, in whichever notation; which devices, only where they are named."""
+    if problems := list(placement.problems()):
+        raise PlanError("\n".join(problems))
+    if (named := placement.named_devices) is not None:
+        return seat(named, inventory, requests)
+    by_role = {request.role: request for request in requests}
+    return Seating(by_role, _groups(by_role, placement), {}, _device(inventory, placement))
 
 
 def _device(inventory: Inventory, placement: PlacementConfig) -> Device:
@@ -66,8 +78,6 @@ def _device(inventory: Inventory, placement: PlacementConfig) -> Device:
 
 
 def _groups(by_role: Mapping[str, RoleRequest], placement: PlacementConfig) -> tuple[tuple[str, ...], ...]:
-    if problems := list(placement.problems()):
-        raise PlanError("\n".join(problems))
     shared = [tuple(dict.fromkeys(group)) for group in placement.colocate_groups]
     for group in shared:
         if unknown := [role for role in group if role not in by_role]:
@@ -127,8 +137,19 @@ def _agree_on_gpus(group: Sequence[RoleRequest]) -> tuple[list[RoleRequest], lis
     return filled, [f"roles that share devices ask for equal numbers of GPUs, and these differ: {asked}"]
 
 
-def _place_on_gpus(inventory: Inventory, groups: Sequence[Sequence[RoleRequest]], placement: PlacementConfig) -> Slots:
-    """The slots of every group that has room, without their cores."""
+def _place_on_gpus(
+    inventory: Inventory,
+    groups: Sequence[Sequence[RoleRequest]],
+    placement: PlacementConfig,
+    named: Mapping[str, Devices],
+) -> Slots:
+    """The slots of every group that has room, without their cores; `named` are the devices of roles that have some."""
+    if named:
+        return {
+            role: slots
+            for group in groups
+            for role, slots in _on_devices(group, named[group[0].role], placement).items()
+        }
     blocks = [math.lcm(*(request.block for request in group)) for group in groups]
     in_order = list(range(len(groups)))
     found: Slots = {}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
 
+from annotated_types import Ge
+
+from rolegraph.placement.device_groups import DeviceGroups
 from rolegraph.role import Mesh
 
 Device = Literal["cpu", "cuda"]
@@ -17,6 +20,10 @@ class PlacementConfig:
 
     colocate_groups: tuple[tuple[str, ...], ...] = ()
     """Lists of roles that share devices and take turns; every other role gets its own."""
+    device_groups: DeviceGroups | None = None
+    """Devices by number and the roles on them, the other notation; see `rolegraph.placement.device_groups`."""
+    nproc_per_node: Annotated[int, Ge(1)] | None = None
+    """Least GPUs of a node that `device_groups` counts; may stand inside `device_groups` as well."""
     offload_model: bool = False
     """A trainer that shares its devices moves weights and reference weights to host memory, and drops its gradients,
     while others have their turn. On a CPU there is nothing to gain, and nothing moves."""
@@ -39,6 +46,7 @@ class PlacementConfig:
             )
         if self.timeout_s <= 0:
             yield f"placement.timeout_s={self.timeout_s} must be more than 0 seconds"
+        yield from self._notations()
         seen: dict[str, int] = {}
         for index, group in enumerate(self.colocate_groups):
             key = f"placement.colocate_groups[{index}]"
@@ -48,6 +56,39 @@ class PlacementConfig:
                 if role in seen:
                     yield f"{key} names role `{role}`, which is in group {seen[role]} already: one group a role"
                 seen.setdefault(role, index)
+
+    def _notations(self) -> Iterator[str]:
+        """Keys of the two notations that do not go together."""
+        if self.device_groups is None:
+            if self.nproc_per_node is not None:
+                yield "placement.nproc_per_node belongs to placement.device_groups, and there are none: remove it"
+            return
+        if self.colocate_groups:
+            yield (
+                "placement.device_groups and placement.colocate_groups are two notations for one thing: keep one "
+                "(placement=separate has no colocate groups)"
+            )
+        if self.device != "auto":
+            yield f"placement.device={self.device}, and each group of placement.device_groups says its own: remove it"
+        inside = self.device_groups.nproc_per_node
+        if None not in (inside, self.nproc_per_node) and inside != self.nproc_per_node:
+            yield (
+                f"placement.nproc_per_node={self.nproc_per_node}, and placement.device_groups.nproc_per_node={inside}: "
+                "keep one"
+            )
+
+    @property
+    def named_devices(self) -> DeviceGroups | None:
+        """The device groups with the least GPUs of a node, wherever that stands."""
+        if self.device_groups is None or self.nproc_per_node is None:
+            return self.device_groups
+        return replace(self.device_groups, nproc_per_node=self.nproc_per_node)
+
+    def sharing(self, roles: Iterable[str]) -> tuple[tuple[str, ...], ...]:
+        """The roles that share devices, of a run of `roles`, in whichever notation they are given."""
+        if self.device_groups is None:
+            return self.colocate_groups
+        return tuple(group.workers for group in self.device_groups.for_roles(roles).groups)
 
 
 @dataclass(frozen=True)

@@ -280,3 +280,54 @@ def test_hydra_searchpath(user: Folder, tmp_path: object) -> None:
     message = faults(user, "data=own", f"hydra.searchpath=[file://{user}/other]")
     assert "data.max_lenght: unknown key; did you mean data.max_length?" in message
     assert f"from {user}/other/data/own.yaml:3" in message
+
+
+def test_device_groups_are_checked_like_any_node(user: Folder) -> None:
+    file = user.write(
+        "experiment/groups.yaml",
+        """
+        # @package _global_
+        placement:
+          colocate_groups: []
+          device_groups:
+            nproc_per_node: 1
+            all:
+              device: CPU
+              rank: 1
+              workers: [train, rollout, orm]
+        """,
+    )
+    message = faults(user, "experiment=groups")
+    assert "placement.device_groups.all.rank: unknown key; did you mean placement.device_groups.all.ranks?" in message
+    assert f"from {file}:8" in message
+    assert "placement.device_groups.all.ranks: is missing" in message
+    sound = "placement.device_groups={all: {device: cpu, ranks: 1, workers: [train, rollout, orm]}}"
+    run = load(["algorithm=mine", sound], config_dir=str(user)).run
+    assert run.placement.sharing(run.roles) == (("train", "rollout", "orm"),)
+    message = faults(user, sound, "placement.device_groups.all.device=NPU")
+    assert "placement.device_groups.all.device: NPU is a device that Ray can hand out" in message
+    assert "from command line: placement.device_groups.all.device=NPU" in message
+
+
+def test_device_groups_name_the_roles_of_the_run(user: Folder) -> None:
+    message = faults(user, "placement.device_groups={g: {device: cpu, ranks: 1, workers: [train, rolout]}}")
+    assert (
+        "placement.device_groups.g names the worker `rolout`, which takes no part in this run; did you mean" in message
+    )
+    assert "from command line: placement.device_groups={g" in message
+    message = faults(user, "placement.device_groups={g: {device: cpu, ranks: 1, workers: [default]}}")
+    assert "`default`, which stands for the train role of a plain pt or sft run: name the roles of this run" in message
+    both = "placement.device_groups={g: {device: cpu, ranks: 1, workers: [train, rollout]}}"
+    message = faults(user, both, "placement.colocate_groups=[[train, rollout]]")
+    assert "placement.device_groups and placement.colocate_groups are two notations for one thing" in message
+    assert "placement.nproc_per_node belongs to placement.device_groups" in faults(user, "placement.nproc_per_node=2")
+
+
+def test_the_default_worker_is_train_in_a_plain_run() -> None:
+    groups = "placement.device_groups={g: {device: cpu, ranks: 2, workers: [default]}}"
+    run = load(["algorithm=sft", groups]).run
+    assert run.placement.sharing(run.roles) == (("train",),)
+    with pytest.raises(ConfigError, match=r"global_batch_size=1 leaves some of the 2 data-parallel ranks of train"):
+        load(["algorithm=sft", groups, "algorithm.global_batch_size=1"])
+    with pytest.raises(ConfigError, match=r"placement.device_groups has 2 processes for train, and use_ray is false"):
+        load(["algorithm=sft", groups, "use_ray=false"])
