@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from rolegraph.errors import ConfigError, PlanError, RoleGraphError
+from rolegraph.placement.option import OPTION, take_option
 
 USAGE = """rolegraph trains language models by reinforcement learning on a graph of Ray actors.
 
@@ -28,6 +29,7 @@ experiment); KEY=VALUE sets any value. Everything is checked before anything sta
 
 Options of `run` and `plan`
   --config-dir DIR   a folder with config groups and modules of your own
+  --device_groups JSON   placement.device_groups as JSON
   --cfg job          print the config with all defaults, and stop (run only; --resolve fills in interpolations)
   --help             list the config groups and what they offer
   -m, --multirun     one run for each combination of comma-separated values (run only)
@@ -84,7 +86,10 @@ def guarded(command: Callable[[], int], *, show_traceback: bool) -> int:
 def _parse(words: Sequence[str]) -> Namespace:
     from hydra._internal.utils import get_args_parser
 
-    args = get_args_parser().parse_intermixed_args(list(words))
+    words, device_groups = take_option(words)
+    args = get_args_parser().parse_intermixed_args(words)
+    if device_groups is not None:
+        args.overrides.append(f"{OPTION}={device_groups}")
     if args.config_path:
         raise ConfigError(f"--config-path {args.config_path}: a folder of your own is given by --config-dir")
     return args

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rolegraph.config.provenance import Origins, Override, Source, location
 from rolegraph.errors import ConfigError
+from rolegraph.placement.option import OPTION, parse_option
 
 CONFIG_PATH = "pkg://rolegraph.conf"
 CONFIG_NAME = "config"
@@ -81,6 +83,8 @@ def rewrite(overrides: Sequence[str], config_dir: str | None = None) -> list[str
 
 
 def _rewrite_one(override: str, repository: Any) -> str:
+    if override.startswith(f"{OPTION}="):
+        return f"++placement.device_groups={_in_grammar(parse_option(override.partition('=')[2]))}"
     match = re.match(r"(\+{0,2})([^=@~+]+)=(.*)", override, flags=re.DOTALL)
     if match is None:
         return override
@@ -90,11 +94,34 @@ def _rewrite_one(override: str, repository: Any) -> str:
     if repository.group_exists(key):
         return _group_choice(override, key, value, repository)
     if not _parses(f"{key}={value}"):
-        escaped = re.sub(r"(\\*)'", lambda m: m[1] * 2 + "\\'", value)
-        escaped = re.sub(r"(\\+)$", lambda m: m[1] * 2, escaped)
+        escaped = _escaped(value)
         if _parses(f"{key}='{escaped}'"):
             value = f"'{escaped}'"
     return f"++{key}={value}" if "/" not in key else f"{plus}{key}={value}"
+
+
+def _in_grammar(value: Any) -> str:
+    """A plain value in Hydra's grammar, whose keys take no quotes."""
+    if isinstance(value, dict):
+        items = (f"{_key_in_grammar(key)}:{_in_grammar(item)}" for key, item in value.items())
+        return f"{{{','.join(items)}}}"
+    if isinstance(value, list):
+        return f"[{','.join(_in_grammar(item) for item in value)}]"
+    if isinstance(value, str):
+        return f"'{_escaped(value)}'"
+    return json.dumps(value)
+
+
+def _key_in_grammar(key: str) -> str:
+    if not re.fullmatch(r"[\w.-]+", key, flags=re.ASCII):
+        raise ConfigError(f"{OPTION}: the name {key!r} has other characters than letters, digits, dots, - and _")
+    return key
+
+
+def _escaped(text: str) -> str:
+    """Text between the single quotes of Hydra's grammar."""
+    text = re.sub(r"(\\*)'", lambda m: m[1] * 2 + "\\'", text)
+    return re.sub(r"(\\+)$", lambda m: m[1] * 2, text)
 
 
 def _group_choice(override: str, key: str, value: str, repository: Any) -> str:

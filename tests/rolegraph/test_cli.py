@@ -145,6 +145,67 @@ def test_plan_shows_ranks_and_batches(capsys: pytest.CaptureFixture[str]) -> Non
     assert "9999" in capsys.readouterr().err
 
 
+GROUPS = '{"nproc_per_node": 1, "all": {"device": "cpu", "ranks": "2", "workers": ["default"]}}'
+
+
+@pytest.mark.parametrize("words", [["--device_groups", GROUPS], [f"--device_groups={GROUPS}"]])
+@pytest.mark.parametrize("command", ["run", "plan"])
+def test_device_groups_as_json(
+    command: str, words: list[str], runs: list[RunConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.dispatch([command, *words, "algorithm=sft"]) == 0
+    if command == "run":
+        (run,) = runs
+        assert run.placement.device_groups is not None
+        assert run.placement.device_groups.groups[0].processes == 2
+        assert run.tree["placement"]["device_groups"]["all"]["workers"] == ["default"]
+    else:
+        assert "dp 1/2" in capsys.readouterr().out
+
+
+def test_device_groups_of_file_and_option_are_merged(user: Folder, runs: list[RunConfig]) -> None:  # noqa: F811
+    user.write(
+        "experiment/groups.yaml",
+        "# @package _global_\nplacement:\n  device_groups: {all: {device: CPU, ranks: 2, workers: [default]}}\n",
+    )
+    words = ["run", "--config-dir", str(user), "algorithm=sft", "experiment=groups"]
+    assert cli.dispatch([*words, "--device_groups", '{"all": {"ranks": 3}}']) == 0
+    assert runs[0].placement.device_groups is not None
+    assert runs[0].placement.device_groups.groups[0].processes == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"a": {"device": "CPU" "ranks": 1}}', "--device_groups is no JSON: Expecting ',' delimiter\n"),
+        ("[1]", "--device_groups [1] is no JSON object"),
+        ("", "--device_groups is no JSON: Expecting value"),
+        ('{"a": 1, "a": 2}', "--device_groups has the key 'a' twice"),
+        ('{"a b": 1}', "the name 'a b' has other characters than letters"),
+        ("""{"a": {"device": "CPU", "ranks": 1, "workers": ["it's"]}}""", "the worker `it's`, which takes no part"),
+        ('{"a": {"device": "CPU", "ranks": 1, "worker": []}}', "from command line: --device_groups={"),
+    ],
+)
+def test_faulty_device_groups_on_the_command_line(
+    text: str, message: str, runs: list[RunConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.dispatch(["run", "algorithm=sft", f"--device_groups={text}"]) == 2
+    assert message in capsys.readouterr().err
+    assert runs == []
+
+
+def test_a_json_error_points_at_its_place(capsys: pytest.CaptureFixture[str]) -> None:
+    long = '{"a": {"device": "CPU", "ranks": 1, "workers": ["' + "x" * 90 + '"]}, oops}'
+    assert cli.dispatch(["plan", "algorithm=sft", "--device_groups", long]) == 2
+    *_, line, mark = capsys.readouterr().err.rstrip().splitlines()
+    assert line[mark.index("^")] == "o"
+    assert len(line) <= 102
+    assert cli.dispatch(["plan", "algorithm=sft", "--device_groups"]) == 2
+    assert "--device_groups needs its groups as JSON" in capsys.readouterr().err
+    assert cli.dispatch(["plan", "algorithm=sft", "--device_groups=1", "--device_groups=2"]) == 2
+    assert "--device_groups is given twice" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", [["--multirun"], ["--cfg", "job"], ["--config-path", "somewhere"]])
 def test_options_that_a_plan_does_not_have_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.dispatch(["plan", "algorithm=grpo", *words]) == 2
