@@ -161,6 +161,16 @@ def to_ragged(name: str, array: pa.Array) -> Ragged:
     return Ragged(flat, offsets - offsets[0] if offsets[0] else offsets)
 
 
+def fixed_size_rows(values: np.ndarray[Any, Any]) -> pa.FixedSizeListArray:
+    """[rows, width] as a column of one vector a row."""
+    return pa.FixedSizeListArray.from_arrays(pa.array(np.ascontiguousarray(values).reshape(-1)), values.shape[1])
+
+
+def from_fixed_size_rows(array: pa.FixedSizeListArray) -> np.ndarray[Any, Any]:
+    """[rows, width] of such a column, zero-copy."""
+    return np.asarray(array.flatten().to_numpy(zero_copy_only=True).reshape(len(array), -1))
+
+
 def list_lengths(array: pa.Array) -> np.ndarray[Any, Any]:
     """[rows] lengths of a list column's rows; -1 where the row is null."""
     return np.asarray(pc.fill_null(pc.list_value_length(array), -1).to_numpy(zero_copy_only=False))
