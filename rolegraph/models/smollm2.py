@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 from rolegraph.errors import ConfigError
 
@@ -37,6 +38,24 @@ def make(folder: str) -> None:
     )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def describe() -> dict[str, Any]:
+    """The sizes in the config.json that `make` writes."""
+    return {
+        "model_type": "llama",
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "max_position_embeddings": 8192,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": True,
+    }
 
 
 _DROP = ("quantization_config", "_model_name_or_path", "model_type", "transformers_version")

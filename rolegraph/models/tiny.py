@@ -38,6 +38,8 @@ TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+BYTES = 256
+"""Ids of single bytes; those of SPECIALS and PHRASES follow."""
 VOCAB_MULTIPLE = 32
 """The vocabulary is filled up with words to this multiple, so that every id a model can sample is a token."""
 WORDS: tuple[str, ...] = (
@@ -76,10 +78,43 @@ def make(
     """Write the model as a Hugging Face folder (fp32); `init_std` is the spread of the first weights."""
     target = Path(folder)
     vocab = write_tokenizer(target)
-    config = {
+    config = describe(
+        hidden_size=hidden_size,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=intermediate_size,
+        tie_word_embeddings=tie_word_embeddings,
+        init_std=init_std,
+        max_position_embeddings=max_position_embeddings,
+    )
+    if (config["vocab_size"], config["eos_token_id"], config["pad_token_id"]) != (len(vocab), vocab[END], vocab[PAD]):
+        raise ValueError("the tokenizer of the tiny model has other ids than its config.json says")
+    _write_json(target / "config.json", config)
+    _write_json(target / "generation_config.json", {key: config[key] for key in ("eos_token_id", "pad_token_id")})
+    _write_weights(target / "model.safetensors", config, seed)
+
+
+def describe(
+    *,
+    hidden_size: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    intermediate_size: int,
+    tie_word_embeddings: bool,
+    init_std: float,
+    max_position_embeddings: int,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """The config.json that `make` writes for these arguments; the seed is no part of it."""
+    filled = BYTES + len(SPECIALS) + len(PHRASES)
+    return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
-        "vocab_size": len(vocab),
+        "vocab_size": filled + -filled % VOCAB_MULTIPLE,
         "hidden_size": hidden_size,
         "intermediate_size": intermediate_size,
         "num_hidden_layers": layers,
@@ -97,14 +132,11 @@ def make(
         "use_sliding_window": False,
         "tie_word_embeddings": tie_word_embeddings,
         "bos_token_id": None,
-        "eos_token_id": vocab[END],
-        "pad_token_id": vocab[PAD],
+        "eos_token_id": BYTES + SPECIALS.index(END),
+        "pad_token_id": BYTES + SPECIALS.index(PAD),
         "dtype": "float32",
         "torch_dtype": "float32",
     }
-    _write_json(target / "config.json", config)
-    _write_json(target / "generation_config.json", {"eos_token_id": vocab[END], "pad_token_id": vocab[PAD]})
-    _write_weights(target / "model.safetensors", config, seed)
 
 
 def write_tokenizer(folder: Path) -> dict[str, int]:
