@@ -14,6 +14,7 @@ from typing import Any
 
 from rolegraph.algorithms.base import Algorithm
 from rolegraph.algorithms.config import Needs
+from rolegraph.config.rules import settle
 from rolegraph.config.schema import RunConfig, Spec
 from rolegraph.data import Dataset
 from rolegraph.errors import ConfigError
@@ -77,6 +78,7 @@ async def _run(config: RunConfig, run_dir: Path) -> None:
         config = config.with_model_path(model_path)
         inventory = await asyncio.to_thread(_connect, config, stack)
         placed = plan(inventory, requests(config.roles), config.placement)
+        config = settle(config, placed)
         graph = _graph(config, placed, run_dir, algorithm_class)
         stack.push_async_callback(graph.stop)
         dataset = await _side_by_side(graph, _load(config, model_path), telemetry)

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rolegraph.config.check import Problem
+from rolegraph.config.model_rules import context_length, positions_suffice, sizes_divide
 from rolegraph.config.provenance import join
 from rolegraph.config.schema import RunConfig
 from rolegraph.config.targets import fields_in_source
-from rolegraph.placement import requests
+from rolegraph.placement import Plan, requests
 
 LATER: dict[tuple[str, ...], str] = {
     ("placement", "offload_model"): "offloading",
@@ -126,12 +127,6 @@ def context_fits(run: RunConfig) -> Iterator[str]:
                 f"{role}.max_model_len={given} is less than data.max_length={run.data.max_length} + "
                 f"algorithm.max_completion_length={need - run.data.max_length}: set it to {need}, or to null"
             )
-
-
-def context_length(run: RunConfig) -> int | None:
-    """Tokens of the longest prompt and response together; null when the algorithm draws no responses."""
-    longest = getattr(run.algorithm.config, "max_completion_length", None)
-    return None if longest is None else run.data.max_length + int(longest)
 
 
 def context_parallelism_works(run: RunConfig) -> Iterator[str]:
@@ -261,6 +256,8 @@ RULES: list[Callable[[RunConfig], Iterator[str]]] = [
     workers_are_roles,
     roles_ask_for_something,
     context_fits,
+    positions_suffice,
+    sizes_divide,
     context_parallelism_works,
     rewards_have_a_role,
     every_rank_has_rows,
@@ -271,21 +268,8 @@ RULES: list[Callable[[RunConfig], Iterator[str]]] = [
 ]
 
 
-ENGINE_SHARE = 0.9
-"""Of a GPU's memory, all that roles take together; the rest is for CUDA itself."""
-
-
-def engine_share(run: RunConfig, role: str) -> float:
-    """Share of a GPU's memory for an engine: everything alone, an equal part beside roles that stay on the device."""
-    group = next((set(group) for group in run.placement.sharing(run.roles) if role in group), {role})
-    tenants = [
-        name for name in group if name in run.roles and not getattr(run.roles[name].config, "never_on_gpu", False)
-    ]
-    return ENGINE_SHARE / max(len(tenants), 1)
-
-
 def derive(run: RunConfig) -> RunConfig:
-    """Fill in what is null and follows from the rest: seeds, lengths, rewards, reference weights, memory shares."""
+    """Fill in what is null and follows from the rest: seeds, lengths, rewards, reference weights."""
     follows = {
         "seed": run.seed,
         "max_model_len": context_length(run),
@@ -294,12 +278,24 @@ def derive(run: RunConfig) -> RunConfig:
         "decay_steps": run.max_steps,
     }
     for role, spec in run.roles.items():
-        wanted = {**follows, "gpu_memory_utilization": engine_share(run, role)}
         changes = {
             name: value
-            for name, value in wanted.items()
+            for name, value in follows.items()
             if value is not None and getattr(spec.config, name, value) is None
         }
         if changes:
             run = run.with_role(role, **changes)
+    return run
+
+
+USABLE = 0.9
+"""Of a GPU's memory, all that roles take together; the rest is for CUDA's own contexts and the gaps of allocators."""
+
+
+def settle(run: RunConfig, plan: Plan) -> RunConfig:
+    """Fill in what follows from the plan: an engine's share of a GPU's memory is its share of the device."""
+    for role, spec in run.roles.items():
+        slot = plan.roles[role][0]
+        if slot.device == "cuda" and getattr(spec.config, "gpu_memory_utilization", 0) is None:
+            run = run.with_role(role, gpu_memory_utilization=round(USABLE * slot.share, 4))
     return run

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+from pathlib import Path
 
 import pytest
 
 from rolegraph.config import load
-from rolegraph.config.rules import LATER
+from rolegraph.config.rules import LATER, settle
 from rolegraph.config.targets import fields_in_source
+from rolegraph.placement import plan, requests
+from rolegraph.placement.clusters import cluster
 from tests.rolegraph.config.conftest import Folder
 from tests.rolegraph.config.test_check import faults
 
@@ -118,14 +122,88 @@ def test_derived_values(user: Folder) -> None:
 @pytest.mark.parametrize(
     ("overrides", "share"),
     [
-        (["placement=separate"], 0.9),
+        (["placement=separate", "train.gpus=1", "rollout.gpus=1"], 0.9),
         (["placement=colocate"], 0.45),  # orm is of the group, and on no GPU
         (["placement=colocate", "rollout.gpu_memory_utilization=0.3"], 0.3),
+        (["placement=colocate", "placement.device=cpu"], None),
     ],
 )
-def test_memory_share_of_an_engine_follows_from_who_shares_the_device(overrides: list[str], share: float) -> None:
+def test_memory_share_of_an_engine_follows_from_the_plan(overrides: list[str], share: float | None) -> None:
     run = load(["algorithm=grpo", *overrides]).run
-    assert run.roles["rollout"].config.gpu_memory_utilization == pytest.approx(share)
+    run = settle(run, plan(cluster("1x2xH100-80G"), requests(run.roles), run.placement))
+    assert run.roles["rollout"].config.gpu_memory_utilization == share
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """A model's config.json: 6 heads, 3 for keys, 4 layers, 100 positions."""
+    sizes = {
+        "model_type": "llama",
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "num_hidden_layers": 4,
+        "max_position_embeddings": 100,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    return f"model.path={tmp_path}"
+
+
+def test_positions_of_the_model(user: Folder, model: str) -> None:
+    lengths = ["data.max_length=60", "algorithm.max_completion_length=41"]
+    message = faults(user, model, "model=hf", *lengths)
+    assert (
+        "data.max_length=60 + algorithm.max_completion_length=41 = 101 tokens are more than the 100 positions"
+        in message
+    )
+    assert message.count("algorithm.max_completion_length=41") == 1, "once for all roles with that model"
+    assert "from command line: data.max_length=60" in message
+    message = faults(user, model, "model=hf", "data.max_length=60", "rollout.max_model_len=400")
+    assert "rollout.max_model_len=400 is more than the 100 positions" in message
+    lengths = ["data.max_length=60", "algorithm.max_completion_length=40"]
+    load(["algorithm=mine", "model=hf", model, *lengths], config_dir=str(user))
+    message = faults(user, "algorithm=sft", "train=megatron", model, "model=hf", "data.max_length=101")
+    assert "data.max_length=101 tokens are more than the 100 positions" in message
+    assert "lower it to 100" in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["train.tensor_model_parallel_size=4", "train.gpus=4"],
+            "train.tensor_model_parallel_size=4 does not divide the model's 6 attention heads (num_attention_heads): "
+            "choose one of 1, 3",
+        ),
+        (
+            ["train.tensor_model_parallel_size=6", "train.gpus=6"],
+            "train.tensor_model_parallel_size=6 does not divide the model's 3 key and value heads",
+        ),
+        (["rollout.tensor_parallel_size=4"], "rollout.tensor_parallel_size=4 does not divide the model's 6 attention"),
+        (
+            ["rollout.tensor_parallel_size=2"],
+            "rollout.tensor_parallel_size=2 does not divide the model's 3 key and value heads (num_key_value_heads): "
+            "choose one of 1, 3, 6",
+        ),
+        (
+            ["train.pipeline_model_parallel_size=3", "train.gpus=3"],
+            "train.pipeline_model_parallel_size=3 does not divide the model's 4 layers (num_hidden_layers)",
+        ),
+        (["train.expert_model_parallel_size=2"], "train.expert_model_parallel_size=2, and the model has no experts"),
+    ],
+)
+def test_sizes_of_the_model_divide(user: Folder, model: str, overrides: list[str], expected: str) -> None:
+    lengths = ["data.max_length=50", "algorithm.max_completion_length=50"]
+    assert expected in faults(user, "model=hf", model, *lengths, *overrides)
+
+
+def test_an_engine_may_copy_key_heads(user: Folder, model: str) -> None:
+    lengths = ["data.max_length=50", "algorithm.max_completion_length=50"]
+    load(["algorithm=mine", "model=hf", model, *lengths, "rollout.tensor_parallel_size=6"], config_dir=str(user))
+
+
+def test_a_role_with_a_model_of_its_own(user: Folder, model: str, tmp_path: Path) -> None:
+    message = faults(user, f"rollout.model={tmp_path}", "data.max_length=50", "algorithm.max_completion_length=60")
+    assert f"= 110 tokens are more than the 100 positions of {tmp_path}" in message
 
 
 def test_one_pass_over_the_dataset_has_no_number_of_steps(user: Folder) -> None:
