@@ -12,7 +12,6 @@ from typing import Any
 
 from hydra import version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.defaults_list import create_defaults_list
 from hydra._internal.utils import create_automatic_config_search_path
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.default_element import ResultDefault
@@ -142,14 +141,25 @@ def _parses(override: str) -> bool:
     return True
 
 
-def _loader(config_dir: str | None) -> ConfigLoaderImpl:
-    """Hydra's loader of composed configs, without the global state that Hydra's own entry points set up."""
+class _Loader(ConfigLoaderImpl):
+    """Hydra's loader of composed configs, which remembers the files of the last one."""
+
+    sources: list[Source]
+
+    def _compose_config_from_defaults_list(self, defaults: list[ResultDefault], repo: Any) -> DictConfig:
+        self.sources = _sources(repo, defaults)
+        composed: DictConfig = super()._compose_config_from_defaults_list(defaults, repo)
+        return composed
+
+
+def _loader(config_dir: str | None) -> _Loader:
+    """A loader without the global state that Hydra's own entry points set up."""
     set_version()
     setup_globals()
     if JobRuntime().get("name") is None:
         JobRuntime.instance().set("name", "rolegraph")
     Plugins.instance()
-    return ConfigLoaderImpl(search_path(config_dir))
+    return _Loader(search_path(config_dir))
 
 
 def set_version() -> None:
@@ -172,8 +182,6 @@ def compose(
     loader = _loader(config_dir)
     try:
         config = loader.load_configuration(config_name, list(overrides), run_mode=RunMode.RUN, from_shell=True)
-        parsed, repository = loader._parse_overrides_and_create_caching_repo(config_name, list(overrides))
-        defaults = create_defaults_list(repository, config_name, parsed, prepend_hydra=True, skip_missing=False)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(_one_line(error)) from error
     choices = dict(config.hydra.runtime.choices)
@@ -181,7 +189,7 @@ def compose(
         del config["hydra"]
     tree = OmegaConf.to_container(config, resolve=False)
     assert isinstance(tree, dict)
-    origins = Origins(_overrides(overrides, typed or overrides), _sources(repository, defaults.defaults))
+    origins = Origins(_overrides(overrides, typed or overrides), loader.sources)
     return Composed({str(key): value for key, value in tree.items()}, origins, choices)
 
 
