@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
 
+from rolegraph import cli
 from tests.runs import SMALL, logs, rolegraph, run
 
 ROOT = Path(__file__).parents[1]
@@ -22,10 +24,13 @@ def commands(kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize("command", commands("plan"))
-def test_plans_of_the_pages(command: str) -> None:
-    done = rolegraph(*shlex.split(command)[1:], cwd=ROOT)
-    assert done.returncode == 0, done.stdout
-    assert "Placement" in done.stdout
+def test_plans_of_the_pages(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    code = cli.dispatch(shlex.split(command)[1:])
+    shown = capsys.readouterr()
+    assert code == 0, shown.err
+    assert "Placement" in shown.out
 
 
 @pytest.mark.engine
