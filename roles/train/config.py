@@ -9,6 +9,9 @@ from typing import Any, ClassVar, Literal
 
 DEFAULT_MICRO_BATCH_ROWS = 4
 
+TRANSFORMER_CONFIG = "megatron.core.transformer.transformer_config.TransformerConfig"
+OPTIMIZER_CONFIG = "megatron.core.optimizer.optimizer_config.OptimizerConfig"
+
 OWNED_FIELDS: Mapping[str, str] = MappingProxyType(
     {
         "tensor_model_parallel_size": "train.tensor_model_parallel_size",
@@ -47,18 +50,21 @@ OWNED_FIELDS: Mapping[str, str] = MappingProxyType(
 
 
 @dataclass
-class MegatronTrainConfig:
-    """What `train` takes: sizes of the mesh, micro-batches, the optimizer, and any other Megatron field."""
+class MegatronModelConfig:
+    """A model on a mesh of ranks: sizes of the mesh, micro-batches, and any other Megatron field."""
 
-    fields_of: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-        {
-            "megatron": (
-                "megatron.core.transformer.transformer_config.TransformerConfig",
-                "megatron.core.optimizer.optimizer_config.OptimizerConfig",
-            )
-        }
-    )
+    node: ClassVar[str] = "train"
+    """The config's node, as messages name it."""
+    fields_of: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({"megatron": (TRANSFORMER_CONFIG,)})
     """Whose fields the keys of a free mapping are, to check them before anything starts."""
+    at_least_one: ClassVar[tuple[str, ...]] = (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "micro_batch_size",
+        "max_tokens_per_micro_batch",
+    )
 
     # Devices; one of ranks and gpus gives the other, the plan fills both.
     ranks: int | None = None
@@ -81,8 +87,6 @@ class MegatronTrainConfig:
     """A Hugging Face folder or name; null is the run's policy."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on a GPU, float32 on a CPU. Gradients and optimizer state are float32 either way."""
-    reference: Literal["initial"] | None = None
-    """initial: keep a second copy of the starting weights, for `logprobs(reference=True)`."""
 
     # Micro-batches.
     micro_batch_size: int | None = None
@@ -97,27 +101,11 @@ class MegatronTrainConfig:
     numbers from fewer tokens, except that a mixture of experts counts the prompt once in its load. null: true where
     rows are packed and Transformer Engine is not installed, whose attention does not have it."""
 
-    # The optimizer (AdamW) and its schedule.
-    lr: float = 1e-6
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = 0
-    decay_steps: int | None = None
-    """Step at which the schedule reaches min_lr; null: max_steps."""
-    min_lr: float = 0.0
-    weight_decay: float = 0.0
-    """Of matrices; norms and biases have none."""
-    clip_grad: float = 1.0
-    """Largest global gradient norm; 0 does not clip."""
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_eps: float = 1e-8
-    use_distributed_optimizer: bool = True
-    """Shard optimizer state over the data-parallel ranks."""
     seed: int | None = None
     """null: the run's."""
 
     megatron: dict[str, Any] = field(default_factory=dict)
-    """Any other field of megatron-core's TransformerConfig or OptimizerConfig, by its own name."""
+    """Any other field of megatron-core's TransformerConfig (for training, or OptimizerConfig), by its own name."""
 
     @property
     def model_parallel_size(self) -> int:
@@ -155,24 +143,78 @@ class MegatronTrainConfig:
         return [*self._out_of_range(), *self._conflicts(), *self._owned_fields()]
 
     def _out_of_range(self) -> list[str]:
-        positive = (
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "context_parallel_size",
-            "expert_model_parallel_size",
-            "micro_batch_size",
-            "max_tokens_per_micro_batch",
-            "decay_steps",
-        )
-        not_negative = ("lr", "min_lr", "warmup_steps", "weight_decay", "clip_grad")
-        found = [
-            f"train.{name}={getattr(self, name)} must be 1 or more"
-            for name in positive
+        return [
+            f"{self.node}.{name}={getattr(self, name)} must be 1 or more"
+            for name in self.at_least_one
             if getattr(self, name) is not None and getattr(self, name) < 1
         ]
+
+    def _conflicts(self) -> list[str]:
+        found, node = [], self.node
+        tensor = self.tensor_model_parallel_size
+        if self.sequence_parallel and tensor == 1:
+            found.append(f"{node}.sequence_parallel=true needs {node}.tensor_model_parallel_size above 1")
+        if self.uses_padding_free and tensor > 1 and not self.uses_sequence_parallel:
+            found.append(
+                f"{node}.padding_free with tensor parallelism asks for sequence_parallel: "
+                f"drop {node}.sequence_parallel=false or set {node}.padding_free=false"
+            )
+        if self.padding_free and self.context_parallel_size > 1:
+            found.append(
+                f"{node}.padding_free=true does not go with context parallelism: set {node}.padding_free=false"
+            )
+        if self.share_prompts and not self.uses_padding_free:
+            found.append(f"{node}.share_prompts=true needs packed rows: drop it, or {node}.padding_free=false")
+        return found
+
+    def _owned_fields(self) -> list[str]:
+        return [
+            f"{self.node}.megatron.{name} is set by rolegraph; use {owner(name, self.node)}"
+            for name in self.megatron
+            if name in OWNED_FIELDS
+        ]
+
+
+def owner(field_name: str, node: str) -> str:
+    """What to type instead of a Megatron field that rolegraph sets itself."""
+    own = OWNED_FIELDS[field_name]
+    return f"{node}.{own.removeprefix('train.')}" if own.startswith("train.") else own
+
+
+@dataclass
+class MegatronTrainConfig(MegatronModelConfig):
+    """What `train` takes: a model on a mesh, and the optimizer."""
+
+    fields_of: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+        {"megatron": (TRANSFORMER_CONFIG, OPTIMIZER_CONFIG)}
+    )
+    at_least_one: ClassVar[tuple[str, ...]] = (*MegatronModelConfig.at_least_one, "decay_steps")
+
+    reference: Literal["initial"] | None = None
+    """initial: keep a second copy of the starting weights, for `logprobs(reference=True)`."""
+
+    # The optimizer (AdamW) and its schedule.
+    lr: float = 1e-6
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+    decay_steps: int | None = None
+    """Step at which the schedule reaches min_lr; null: max_steps."""
+    min_lr: float = 0.0
+    weight_decay: float = 0.0
+    """Of matrices; norms and biases have none."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 does not clip."""
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_eps: float = 1e-8
+    use_distributed_optimizer: bool = True
+    """Shard optimizer state over the data-parallel ranks."""
+
+    def _out_of_range(self) -> list[str]:
+        found = super()._out_of_range()
         found += [
             f"train.{name}={getattr(self, name)} must not be negative"
-            for name in not_negative
+            for name in ("lr", "min_lr", "warmup_steps", "weight_decay", "clip_grad")
             if getattr(self, name) < 0
         ]
         found += [
@@ -183,26 +225,7 @@ class MegatronTrainConfig:
         return found
 
     def _conflicts(self) -> list[str]:
-        found = []
-        tensor = self.tensor_model_parallel_size
-        if self.sequence_parallel and tensor == 1:
-            found.append("train.sequence_parallel=true needs train.tensor_model_parallel_size above 1")
-        if self.uses_padding_free and tensor > 1 and not self.uses_sequence_parallel:
-            found.append(
-                "train.padding_free with tensor parallelism asks for sequence_parallel: "
-                "drop train.sequence_parallel=false or set train.padding_free=false"
-            )
-        if self.padding_free and self.context_parallel_size > 1:
-            found.append("train.padding_free=true does not go with context parallelism: set train.padding_free=false")
-        if self.share_prompts and not self.uses_padding_free:
-            found.append("train.share_prompts=true needs packed rows: drop it, or train.padding_free=false")
+        found = super()._conflicts()
         if self.min_lr > self.lr:
             found.append(f"train.min_lr={self.min_lr} is above train.lr={self.lr}")
         return found
-
-    def _owned_fields(self) -> list[str]:
-        return [
-            f"train.megatron.{name} is set by rolegraph; use {OWNED_FIELDS[name]}"
-            for name in self.megatron
-            if name in OWNED_FIELDS
-        ]

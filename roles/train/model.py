@@ -19,7 +19,7 @@ from transformers import AutoConfig
 from rolegraph.errors import ConfigError, RoleGraphError
 from rolegraph.role import RoleContext
 from roles.train import shim
-from roles.train.config import MegatronTrainConfig
+from roles.train.config import MegatronModelConfig, MegatronTrainConfig
 
 with shim.quick_import():
     from mbridge.core.safetensor_io import SafeTensorIO
@@ -65,17 +65,25 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
 
 
 @dataclasses.dataclass
-class Policy:
-    """The model under training on this rank, with all that belongs to it."""
+class Model:
+    """A model on this rank, as far as computing with it goes."""
 
     bridge: bridges.PolicyBridge
     model: PolicyModel
-    ddp: DistributedDataParallel
-    optimizer: MegatronOptimizer
+    runs: torch.nn.Module
+    """What Megatron's schedule calls: the model, or what wraps it."""
     source: str
     """The Hugging Face folder it came from."""
     dtype: torch.dtype
     device: torch.device
+
+
+@dataclasses.dataclass
+class Policy(Model):
+    """The model under training on this rank, with all that belongs to it."""
+
+    runs: DistributedDataParallel
+    optimizer: MegatronOptimizer
     reference: dict[str, Tensor] | None = None
     """The second set of weights, by parameter name."""
 
@@ -107,22 +115,34 @@ class Policy:
 
 
 def build_policy(config: MegatronTrainConfig, context: RoleContext) -> Policy:
+    """A model to train: `build_model`, with gradients and an optimizer."""
+    built = build_model(config, context)
+    _, optimizer_fields = split_fields(config.megatron)
+    ddp = _wrap(config, built.bridge.config, built.runs)
+    optimizer = _build_optimizer(config, built.dtype, ddp, optimizer_fields)
+    policy = Policy(built.bridge, built.model, ddp, built.source, built.dtype, built.device, optimizer)
+    if config.reference == "initial":
+        policy.save_reference()
+    return policy
+
+
+def build_model(config: MegatronModelConfig, context: RoleContext) -> Model:
     """Join the process groups, build this rank's part of the model, and load its weights.
 
     Raises ConfigError where config, model and installation do not fit.
     """
     if config.model is None:
-        raise ConfigError("train.model is not set: give a Hugging Face folder")
+        raise ConfigError(f"{config.node}.model is not set: give a Hugging Face folder")
     hf_config = AutoConfig.from_pretrained(config.model)
     bridge_class = bridges.bridge_class(hf_config)
     _check(config, hf_config, bridge_class.experts)
     device = torch.device("cuda", torch.cuda.current_device()) if context.device == "cuda" else torch.device("cpu")
     dtype = _dtype(config, context)
-    _log.info("training in %s on %s", str(dtype).removeprefix("torch."), device)
+    _log.info("computing in %s on %s", str(dtype).removeprefix("torch."), device)
 
     _join(config, context)
     tensor_parallel.model_parallel_cuda_manual_seed(config.seed if config.seed is not None else context.seed)
-    transformer_fields, optimizer_fields = split_fields(config.megatron)
+    transformer_fields, _ = split_fields(config.megatron)
     divisor = config.tensor_model_parallel_size * (128 if context.device == "cuda" else 1)
     bridge = bridge_class(hf_config, dtype=dtype, make_vocab_size_divisible_by=divisor)
     settings = _transformer_settings(config, context, dtype)
@@ -133,12 +153,8 @@ def build_policy(config: MegatronTrainConfig, context: RoleContext) -> Policy:
     model = _build_model(bridge)
     load_weights(bridge, model, config.model)
     model.to(device)
-    ddp = _wrap(config, bridge.config, model)
-    optimizer = _build_optimizer(config, dtype, ddp, optimizer_fields)
-    policy = Policy(bridge, model, ddp, optimizer, config.model, dtype, device)
-    if config.reference == "initial":
-        policy.save_reference()
-    return policy
+    runs = Float16Module(bridge.config, model) if bridge.config.bf16 else model
+    return Model(bridge, model, runs, config.model, dtype, device)
 
 
 def split_fields(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -171,22 +187,22 @@ def _value(name: str, value: Any) -> Any:
     return dtype
 
 
-def _check(config: MegatronTrainConfig, hf_config: Any, experts: bool) -> None:
+def _check(config: MegatronModelConfig, hf_config: Any, experts: bool) -> None:
     """Refuse what this model or installation cannot do, by the names of the config's keys."""
-    found = config.problems()
+    found, node = config.problems(), config.node
     if config.context_parallel_size > 1 and not bridges.HAVE_TE:
         found.append(
-            f"train.context_parallel_size={config.context_parallel_size} needs Transformer Engine, which is not "
+            f"{node}.context_parallel_size={config.context_parallel_size} needs Transformer Engine, which is not "
             "installed: megatron-core's context-parallel attention exists there only; set it to 1"
         )
     if config.share_prompts and bridges.HAVE_TE:
         found.append(
-            "train.share_prompts=true is for installations without Transformer Engine, whose attention has no prompts "
-            "that several responses see: set it to null"
+            f"{node}.share_prompts=true is for installations without Transformer Engine, whose attention has no "
+            "prompts that several responses see: set it to null"
         )
     expert_parallel = config.expert_model_parallel_size
     if expert_parallel > 1 and not experts:
-        found.append(f"train.expert_model_parallel_size={expert_parallel}, but {hf_config.model_type} has no experts")
+        found.append(f"{node}.expert_model_parallel_size={expert_parallel}, but {hf_config.model_type} has no experts")
     divisible = [
         ("num_attention_heads", "tensor_model_parallel_size"),
         ("num_key_value_heads", "tensor_model_parallel_size"),
@@ -197,18 +213,18 @@ def _check(config: MegatronTrainConfig, hf_config: Any, experts: bool) -> None:
     for have, key in divisible:
         count, size = getattr(hf_config, have), getattr(config, key)
         if count % size:
-            found.append(f"the model's {have}={count} does not divide by train.{key}={size}")
+            found.append(f"the model's {have}={count} does not divide by {node}.{key}={size}")
     if found:
         raise ConfigError("; ".join(found))
 
 
-def _dtype(config: MegatronTrainConfig, context: RoleContext) -> torch.dtype:
+def _dtype(config: MegatronModelConfig, context: RoleContext) -> torch.dtype:
     if config.dtype == "auto":
         return torch.bfloat16 if context.device == "cuda" else torch.float32
     return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
 
 
-def _join(config: MegatronTrainConfig, context: RoleContext) -> None:
+def _join(config: MegatronModelConfig, context: RoleContext) -> None:
     """Start torch's default process group and Megatron's groups in it."""
     if context.master_addr in ("127.0.0.1", "localhost"):
         # gloo would look up this host's own name, which need not lead back here.
@@ -238,7 +254,7 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def _transformer_settings(config: MegatronTrainConfig, context: RoleContext, dtype: torch.dtype) -> dict[str, Any]:
+def _transformer_settings(config: MegatronModelConfig, context: RoleContext, dtype: torch.dtype) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "sequence_parallel": config.uses_sequence_parallel,
         "calculate_per_token_loss": True,
@@ -301,13 +317,12 @@ def load_weights(bridge: bridges.PolicyBridge, model: PolicyModel, folder: str) 
 
 
 def _wrap(
-    config: MegatronTrainConfig, transformer_config: TransformerConfig, model: PolicyModel
+    config: MegatronTrainConfig, transformer_config: TransformerConfig, module: torch.nn.Module
 ) -> DistributedDataParallel:
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=config.use_distributed_optimizer,
     )
-    module = Float16Module(transformer_config, model) if transformer_config.bf16 else model
     ddp = DistributedDataParallel(transformer_config, settings, module)
     transformer_config.finalize_model_grads_func = _finalize
     return ddp
