@@ -32,8 +32,9 @@ from rolegraph.role import Mesh, Role, endpoints, make_handle
 R = TypeVar("R", bound=Role)
 T = TypeVar("T")
 
-OnCall = Callable[[str, str, int, int | None, float, float], None]
-"""`on_call(role, endpoint, rank, rows, start, end)` after each actor's part of a call; times are `time.time()`."""
+OnCall = Callable[[str, str, int, int | None], Callable[[], None]]
+"""`on_call(role, endpoint, rank, rows)` before each actor's part of a call; what it returns is called, in any thread,
+when that part has ended."""
 
 CAUSE_GRACE_S = 2.0
 """Seconds to wait for the error behind an error that looks like the echo of a dead peer."""
@@ -161,10 +162,16 @@ class RoleGroup(Generic[R]):
 
     def _send(self, endpoint: AnyEndpoint, call: Call) -> Sent:
         member = self.members[call.rank]
-        sent = member.send(endpoint, call.args, call.kwargs)
-        if (on_call := self.on_call) is not None:
-            rows, rank, start = None if call.rows is None else len(call.rows), member.context.rank, time.time()
-            sent.future.add_done_callback(lambda _: on_call(self.role, endpoint.name, rank, rows, start, time.time()))
+        if self.on_call is None:
+            return member.send(endpoint, call.args, call.kwargs)
+        rows = None if call.rows is None else len(call.rows)
+        ended = self.on_call(self.role, endpoint.name, member.context.rank, rows)
+        try:
+            sent = member.send(endpoint, call.args, call.kwargs)
+        except BaseException:
+            ended()
+            raise
+        sent.future.add_done_callback(lambda _: ended())
         return sent
 
     async def _collect(self, endpoint: AnyEndpoint, calls: Sequence[Call], sent: Sequence[Sent]) -> Any:

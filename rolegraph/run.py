@@ -79,7 +79,8 @@ async def _run(config: RunConfig, run_dir: Path) -> None:
         inventory = await asyncio.to_thread(_connect, config, stack)
         placed = plan(inventory, requests(config.roles), config.placement)
         config = settle(config, placed)
-        graph = _graph(config, placed, run_dir, algorithm_class)
+        telemetry.timeline.place({role: len(slots) for role, slots in placed.roles.items()})
+        graph = _graph(config, placed, run_dir, algorithm_class, telemetry)
         stack.push_async_callback(graph.stop)
         dataset = await _side_by_side(graph, _load(config, model_path), telemetry)
         stack.callback(telemetry.finish_samples)
@@ -136,7 +137,9 @@ def _role_spec(role: str, spec: Spec, kind: type[Role]) -> RoleSpec:
     return RoleSpec(found, spec.config)
 
 
-def _graph(config: RunConfig, placed: Plan, run_dir: Path, algorithm: type[Algorithm]) -> RoleGraph:
+def _graph(
+    config: RunConfig, placed: Plan, run_dir: Path, algorithm: type[Algorithm], telemetry: Telemetry
+) -> RoleGraph:
     options = GraphOptions(
         exp_name=_exp_name(config),
         run_dir=str(run_dir),
@@ -147,9 +150,8 @@ def _graph(config: RunConfig, placed: Plan, run_dir: Path, algorithm: type[Algor
         python_path=config.python_path,
     )
     kinds = {role: kind for role, (kind, _) in algorithm.roles().items()}
-    return RoleGraph(
-        placed, {role: _role_spec(role, spec, kinds[role]) for role, spec in config.roles.items()}, options
-    )
+    specs = {role: _role_spec(role, spec, kinds[role]) for role, spec in config.roles.items()}
+    return RoleGraph(placed, specs, options, on_call=telemetry.timeline.call)
 
 
 def _connect(config: RunConfig, stack: AsyncExitStack) -> Inventory:
@@ -214,6 +216,7 @@ def _say_where(run_dir: Path) -> None:
     kinds = {
         "report.html": "the curves, in a browser",
         "metrics.jsonl": "the numbers, a line a step",
+        "timeline.json": "who did what when, for ui.perfetto.dev",
         "samples": "what the policy wrote, as Parquet",
         "logs": "what each role logged",
     }

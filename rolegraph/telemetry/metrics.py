@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-TIMING_PREFIXES = ("seconds/", "speed/", "memory/", "time")
+TIMING_PREFIXES = ("seconds/", "speed/", "memory/", "idle/", "time")
 """Keys that depend on the machine's mood; everything else is the same for two runs with one seed."""
 
 

@@ -82,10 +82,23 @@ def seconds_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return f"<table><tr><th>phase</th><th>seconds a step</th><th>share</th></tr>{''.join(lines)}</table>"
 
 
+def busy_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """In which share of the time each role had a call to work on; empty where that is not known."""
+    seconds = sum(row.get("seconds/step", 0.0) for row in rows) or 1.0
+    idle: dict[str, float] = {}
+    for row in rows:
+        for key, value in row.items():
+            if key.startswith("idle/") and value is not None:
+                role = key.removeprefix("idle/")
+                idle[role] = idle.get(role, 0.0) + value * row.get("seconds/step", 0.0)
+    lines = [f"<tr><td>{html.escape(role)}</td><td>{1 - share / seconds:.0%}</td></tr>" for role, share in idle.items()]
+    return f"<table><tr><th>role</th><th>busy</th></tr>{''.join(lines)}</table>" if lines else ""
+
+
 def stage_section(stage: str, rows: Sequence[Mapping[str, Any]]) -> str:
     """The charts and the time table of one stage."""
     names = sorted({key for row in rows for key, value in row.items() if isinstance(value, int | float)})
-    charted = [name for name in names if name not in ("step", "time") and not name.startswith("seconds/")]
+    charted = [name for name in names if name not in ("step", "time") and not name.startswith(("seconds/", "idle/"))]
     ordered = [name for name in FIRST if name in charted] + [name for name in charted if name not in FIRST]
     charts, constant = [], []
     for name in ordered:
@@ -98,7 +111,7 @@ def stage_section(stage: str, rows: Sequence[Mapping[str, Any]]) -> str:
     still = f"<p>The same in every step: {', '.join(constant)}.</p>" if constant else ""
     return (
         f"<h2>{html.escape(stage)}: {len(rows)} steps</h2><div class='charts'>{''.join(charts)}</div>{still}"
-        f"<h2>where the time of a step went</h2>{seconds_table(rows)}"
+        f"<h2>where the time of a step went</h2>{seconds_table(rows)}{busy_table(rows)}"
     )
 
 

@@ -1,4 +1,4 @@
-"""The one object a run reports to; it passes on to the log, the trackers, the display and the sample files."""
+"""The one object a run reports to; it passes on to the log, trackers, timeline, display and sample files."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from rolegraph.telemetry.loggers import Tracker, open_trackers
 from rolegraph.telemetry.metrics import MetricsLog, plain
 from rolegraph.telemetry.progress import Progress, duration, figure
 from rolegraph.telemetry.samples import FINISH_S, SampleFiles
+from rolegraph.telemetry.timeline import Timeline
 
 
 class Telemetry:
     """Metrics, phases and samples of one run.
 
-    Phases are timed by name; the seconds since the last step go out with the next one as `seconds/NAME`, and what no
-    phase covers as `seconds/other`, so that the seconds of a step always add up.
+    Phases are timed by name; the seconds of those that ended since the last step go out with the next one as
+    `seconds/NAME`, and the time in which there was none as `seconds/other`: where phases follow each other, the seconds
+    of a step add up. `idle/ROLE` is the share of a step in which the role's ranks had no call to work on.
     """
 
     def __init__(
@@ -42,40 +44,68 @@ class Telemetry:
         self.progress = Progress(roles)
         self._samples_every, self._sampled = samples_every, 0
         self._files = SampleFiles(run_dir / "samples", use_ray=use_ray)
+        self.timeline = Timeline(run_dir / "timeline.json", clock)
+        """What each rank and the driver did when; the graph reports its calls here."""
         self._started = self._last_step = clock()
+        self._first_stage: tuple[float, Mapping[str, float]] | None = None
+        """When the first stage began, and how busy each role had been until then."""
+        self._busy: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
+        self._phases: list[tuple[str, tuple[str, ...]]] = []
+        self._covered, self._covered_since = 0.0, 0.0
+        """Seconds since the last step in which there was a phase; when those that are open now began."""
         self._stage, self._offset, self._total = "", 0, 0
         self._rewards: list[float] = []
 
     @contextmanager
     def phase(self, name: str, *roles: str) -> Iterator[None]:
-        """Time a part of the step, and show what these roles are doing meanwhile."""
-        for role in roles:
-            self.progress.doing(role, name)
+        """Time a part of the step, and show what these roles are doing meanwhile; phases may overlap."""
         start = self._clock()
+        if not self._phases:
+            self._covered_since = start
+        this = (name, roles)
+        self._phases.append(this)
+        self._show(roles)
         try:
-            yield
+            with self.timeline.phase(name):
+                yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
-            for role in roles:
-                self.progress.doing(role, "idle")
+            now = self._clock()
+            self._seconds[name] = self._seconds.get(name, 0.0) + now - start
+            self._phases.remove(this)
+            if not self._phases:
+                self._covered += now - self._covered_since
+            self._show(roles)
+
+    def _show(self, roles: tuple[str, ...]) -> None:
+        for role in roles:
+            open_phases = [name for name, of_roles in self._phases if role in of_roles]
+            self.progress.doing(role, open_phases[-1] if open_phases else "idle")
 
     def stage(self, name: str, steps: int) -> None:
         """Begin a part of the run (a warm start, the main loop); step numbers in the log go on over stages."""
         self._offset, self._stage, self._total = self._total, name, self._total + steps
-        self._last_step = self._clock()
         self._seconds, self._rewards, self._sampled = {}, [], 0
+        self._begin_step(self._clock())
+        self.timeline.begin_step(self._offset + 1)
+        if self._first_stage is None:
+            self._first_stage = (self._last_step, self._busy)
         self.progress.stage(name, steps)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record a finished step, counted from 1 within the stage."""
         now = self._clock()
-        total = now - self._last_step
-        self._last_step = now
+        total, busy = now - self._last_step, self._busy
+        covered = self._covered + (now - self._covered_since if self._phases else 0.0)
         spent = {f"seconds/{name}": seconds for name, seconds in self._seconds.items()}
-        spent["seconds/other"] = max(total - sum(self._seconds.values()), 0.0)
+        spent["seconds/other"] = max(total - covered, 0.0)
         spent["seconds/step"] = total
         self._seconds = {}
+        self._begin_step(now)
+        self.timeline.end_step()
+        if total > 0:
+            for role, until in self._busy.items():
+                spent[f"idle/{role}"] = max(1 - (until - busy.get(role, 0.0)) / total, 0.0)
         record: dict[str, Any] = {**metrics, **spent, "time": now - self._started}
         if "tokens" in metrics and total > 0:
             record["speed/tokens_per_second"] = metrics["tokens"] / total
@@ -85,6 +115,10 @@ class Telemetry:
         numbers = {key: value for key, value in record.items() if isinstance(plain(value), int | float)}
         self._track(lambda tracker: tracker.log(self._offset + step, numbers))
         self.progress.step(step, numbers)
+
+    def _begin_step(self, now: float) -> None:
+        self._last_step, self._covered, self._covered_since = now, 0.0, now
+        self._busy = self.timeline.busy()
 
     def samples(self, step: int, batch: Batch) -> None:
         """Keep the rows that `step` begins with as `samples/step-N.parquet`, once in so many steps as the config says.
@@ -107,8 +141,11 @@ class Telemetry:
         self._tell_faults(FINISH_S)
 
     def close(self) -> None:
-        """Close files, trackers and the display."""
+        """Close files, trackers and the display, and say how busy each role was."""
         self.progress.close()
+        if self.busy:
+            self.event(self.busy)
+        self.timeline.close()
         self._log.close()
         self._track(lambda tracker: tracker.close())
 
@@ -133,6 +170,16 @@ class Telemetry:
             return ""
         first, last = fmean(self._rewards[:fifth]), fmean(self._rewards[-fifth:])
         return f"reward {figure(first)} in the first fifth of the steps, {figure(last)} in the last"
+
+    @property
+    def busy(self) -> str:
+        """In which share of the time from the first stage to the last step each role had a call to work on."""
+        started, before = self._first_stage or (self._last_step, {})
+        seconds = self._last_step - started
+        if seconds <= 0 or not self._busy:
+            return ""
+        shares = {role: (until - before.get(role, 0.0)) / seconds for role, until in self._busy.items()}
+        return "busy: " + ", ".join(f"{role} {share:.0%}" for role, share in shares.items())
 
     @property
     def elapsed(self) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -201,15 +202,27 @@ async def test_queue_rows_come_back_in_order(fake: Fake) -> None:
 
 
 async def test_a_call_reports_to_the_hook(graph: RoleGraph, fake: Fake) -> None:
-    calls: list[tuple[str, str, int, int | None]] = []
+    begun: list[tuple[str, str, int, int | None]] = []
+    ended: list[tuple[str, int]] = []
+
+    def on_call(role: str, name: str, rank: int, rows: int | None) -> Callable[[], None]:
+        begun.append((role, name, rank, rows))
+        return lambda: ended.append((name, rank))
+
     group = graph.group("fake")
-    group.on_call = lambda role, name, rank, rows, start, end: calls.append((role, name, rank, rows))
+    group.on_call = on_call
     try:
         await fake.doubled([1, 2, 3])
-        await asyncio.sleep(0.05)
+        assert begun == [("fake", "doubled", 0, 2), ("fake", "doubled", 1, 1)]
+        assert sorted(ended) == [("doubled", 0), ("doubled", 1)], "before the caller goes on"
+        with pytest.raises(RoleError):
+            await fake.fail_at(1)
+        assert ("fail_at", 1) in ended, "a call that fails has ended, too"
+        with pytest.raises(TypeError, match="pickle"):
+            await fake.doubled([1], plus=threading.Lock())  # type: ignore[arg-type]
+        assert len(begun) - len(ended) <= 1, "one that cannot be sent has ended; rank 0 of fail_at may be on its way"
     finally:
         group.on_call = None
-    assert sorted(calls) == [("fake", "doubled", 0, 2), ("fake", "doubled", 1, 1)]
 
 
 async def test_mesh_peers_get_the_same_part_and_are_collected_once() -> None:

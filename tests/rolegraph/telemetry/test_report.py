@@ -13,7 +13,8 @@ def test_the_report_shows_each_stage_and_its_curves(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
     log.write(1, {"stage": "sft", "loss": 2.0, "seconds/train": 1.0, "seconds/step": 2.0})
     for step in (2, 3, 4):
-        log.write(step, {"stage": "grpo", "reward/mean": step / 4, "kl": None, "groups": 8.0, "seconds/step": 1.0})
+        figures = {"reward/mean": step / 4, "kl": None, "groups": 8.0, "seconds/step": step - 1.0, "idle/orm": step / 8}
+        log.write(step, {"stage": "grpo", **figures})
     log.close()
     path = write_report(tmp_path, "a <title>")
     assert path is not None
@@ -25,6 +26,7 @@ def test_the_report_shows_each_stage_and_its_curves(tmp_path: Path) -> None:
     assert "0.5 → 1" in text, "the reward's first and last value"
     assert "The same in every step: groups 8." in text
     assert "<td>train</td><td>1.00</td><td>50%</td>" in text
+    assert "<td>orm</td><td>58%</td>" in text, "each step counts by its seconds"
     assert text.index("grpo: 3 steps") < text.index("sft: 1 steps"), "the main stage comes first"
 
 
