@@ -34,6 +34,10 @@ class TurnError(RoleGraphError):
     """A role was asked to work without what it needs on its device, or out of its turn."""
 
 
+class StalenessError(RoleGraphError):
+    """Samples would be trained on that are more weight versions old than the config allows."""
+
+
 class DataError(RoleGraphError):
     """The data source is missing, malformed or empty after filtering."""
 
