@@ -10,8 +10,9 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from typing import Any, Generic, TypeVar, cast
 
 from rolegraph.dispatch import (
@@ -71,6 +72,10 @@ class RoleGroup(Generic[R]):
         self.are_replicas = any(_is_queued(endpoint) for endpoint in endpoints(role_class).values())
         """Whether members work each by itself (they take rows from a queue), so that others go on when one dies."""
         self.handle: R = make_handle(role_class, self)
+        self._in_flight: set[asyncio.Future[Any]] = set()
+        """Calls of queues that members work on now."""
+        self._gate: asyncio.Event | None = None
+        """Set when rows that are held back may be sent again; None while none are."""
 
     @property
     def world_size(self) -> int:
@@ -136,6 +141,21 @@ class RoleGroup(Generic[R]):
         """Tear down every living member side by side."""
         living = [member for member in self.members if member.alive]
         await asyncio.gather(*(self._result(member, member.stop(), "teardown") for member in living))
+
+    @asynccontextmanager
+    async def drained(self) -> AsyncIterator[None]:
+        """Hold back the rows of queues that no member has begun, and wait for the others; the block's end sends them.
+
+        Of this event loop only, one block at a time.
+        """
+        gate = self._gate = asyncio.Event()
+        try:
+            while self._in_flight:
+                await asyncio.wait(self._in_flight)
+            yield
+        finally:
+            self._gate = None
+            gate.set()
 
     def _start(self, endpoint: AnyEndpoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Coroutine[Any, Any, Any]:
         """Send what can be sent now, and return what waits for the rest."""
@@ -225,13 +245,18 @@ class RoleGroup(Generic[R]):
         load = dict.fromkeys(self.alive, 0)
         last: RoleError | None = None
         while waiting or running:
-            while waiting and (room := [rank for rank in self.alive if load[rank] < limit]):
+            while self._gate is None and waiting and (room := [rank for rank in self.alive if load[rank] < limit]):
                 rank = min(room, key=lambda rank: load[rank])
                 rows = waiting.popleft()
                 call = Call(rank, *cut(args, kwargs, rows), rows)
                 sent = self._send(endpoint, call)
-                running[watch(sent.future)] = (call, sent)
+                running[watcher := watch(sent.future)] = (call, sent)
+                self._in_flight.add(watcher)
+                watcher.add_done_callback(self._in_flight.discard)
                 load[rank] += 1
+            if not running and self._gate is not None:
+                await self._gate.wait()
+                continue
             if not running:
                 lost = sum(len(rows) for rows in waiting)
                 message = f"no replica is left for {lost} of {count} rows"

@@ -186,7 +186,8 @@ def _weight_sync(config: RunConfig, placed: Plan, graph: RoleGraph) -> WeightSyn
         # Two processes on one GPU hand over memory; NCCL refuses them, and an engine that spans more GPUs than the
         # sending rank's cannot open its memory everywhere: those go through the host.
         backend = "ipc" if len(on_gpus) == 1 and len(next(iter(on_gpus))) == 1 else "gloo"
-    return WeightSync(graph.groups["train"].handle, [graph.groups["rollout"].handle], backend=backend)
+    drain = getattr(config.algorithm.config, "on_sync", None) == "drain"
+    return WeightSync(graph.groups["train"].handle, [graph.groups["rollout"].handle], backend=backend, drain=drain)
 
 
 def _exp_name(config: RunConfig) -> str:

@@ -1,4 +1,4 @@
-"""How far generation may run ahead of training: pure bookkeeping of weight versions, without clocks and without roles."""
+"""How far generation may run ahead of training: bookkeeping of weight versions, without clocks and without roles."""
 
 from __future__ import annotations
 

@@ -10,9 +10,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 
 from rolegraph.errors import RoleError, WeightSyncError
+from rolegraph.group import group_of
 from rolegraph.interfaces import RolloutRole, TensorInfo, TrainRole, TransferGroup
 from rolegraph.wire import WeightReceiver, WeightSender, free_port
 
@@ -34,6 +36,8 @@ class WeightSync:
         bucket_bytes: how much travels in one broadcast; both ends hold about two buckets beside the weights.
         timeout_s: the longest that connecting, one collective, or a whole sync may take.
         backend: gloo (host memory, any device), nccl (devices of their own), ipc (one device shared by both roles).
+        drain: finish the samples that engines have begun before new weights come, and hold others back meanwhile; else
+            those go on with the new weights.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class WeightSync:
         bucket_bytes: int = 128 * 2**20,
         timeout_s: float = 300.0,
         backend: str = "gloo",
+        drain: bool = False,
     ) -> None:
         self.version = 0
         """Of the weights that all engines hold; 0 are those they were started with."""
@@ -52,6 +57,7 @@ class WeightSync:
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
         self._backend = backend
+        self._drain = drain
         self._manifest: list[TensorInfo] | None = None
         self._connected: list[dict[int, int]] | None = None
         """The replicas of each receiver that are in the process group, and their numbers of workers."""
@@ -64,6 +70,14 @@ class WeightSync:
         new one.
         """
         started = time.monotonic()
+        async with AsyncExitStack() as stack:
+            for receiver in self._receivers if self._drain else ():
+                await stack.enter_async_context(group_of(receiver).drained())
+            await self._transfer_to_the_living()
+        self.version += 1
+        return time.monotonic() - started
+
+    async def _transfer_to_the_living(self) -> None:
         living = await self._living()
         try:
             await self._transfer(living)
@@ -73,8 +87,6 @@ class WeightSync:
                 raise
             _log.warning("%s\nonce more, with the replicas that are left", error)
             await self._transfer(left)
-        self.version += 1
-        return time.monotonic() - started
 
     async def _transfer(self, living: list[dict[int, int]]) -> None:
         """One try with these replicas; on a fault everybody leaves the group."""

@@ -53,11 +53,13 @@ class Algorithm:
         """The program, from the first step to the last."""
         raise NotImplementedError
 
-    async def sync(self) -> None:
-        """Bring the trainer's weights into the engines."""
-        if self.job.sync is not None:
-            async with self.turn("sync"):
-                await self.job.sync.sync()
+    async def sync(self) -> int:
+        """Bring the trainer's weights into the engines; returns how often that was done, their version."""
+        if self.job.sync is None:
+            return 0
+        async with self.turn("sync"):
+            await self.job.sync.sync()
+        return self.job.sync.version
 
     @asynccontextmanager
     async def turn(self, name: str) -> AsyncIterator[None]:

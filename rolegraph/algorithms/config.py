@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
@@ -16,6 +16,7 @@ Scale = Literal["group", "batch", "none"]
 Needs = Literal["prompt", "response", "text"]
 
 POLICY_LOSS = "rolegraph.losses.policy.PolicyLoss"
+CORRECTION = "rollout_importance_correction"
 
 DEFAULT_SCALE: dict[Estimator, Scale] = {"grpo": "group", "rloo": "none", "reinforce_plus_plus": "batch"}
 """How each estimator scales its advantages when `scale_rewards` is null, as in the paper it comes from."""
@@ -68,7 +69,27 @@ class WarmStartConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPOConfig(PolicyOptions):
+class OverlapOptions:
+    """Whether samples are drawn while earlier ones are trained on; needs roles on devices of their own."""
+
+    max_staleness: Annotated[int, Ge(0)] = 0
+    """Weight versions that a sample's first token may be behind the trainer when it is trained on. 0: strictly in turn;
+    k: generation runs up to k weight syncs ahead of training, and the loss corrects by the rollout's logprobs."""
+    on_sync: Literal["keep", "drain"] | None = None
+    """What becomes of samples that are being drawn when new weights come. keep: they go on with these, from a cache
+    computed anew. drain: prompts that engines have begun are finished first, others wait. null: keep."""
+
+    def check_overlap(self) -> Iterator[str]:
+        """Options that would be ignored."""
+        if self.on_sync is not None and not self.max_staleness:
+            yield (
+                "algorithm.on_sync has no effect with max_staleness=0, where no sample is being drawn at a sync: "
+                "remove it, or set algorithm.max_staleness to 1 or more"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOConfig(PolicyOptions, OverlapOptions):
     """Group-relative policy optimisation: samples a prompt, rewards, advantages, policy-gradient steps.
 
     One generation draws `steps_per_generation * global_batch_size` samples; they are cut into `steps_per_generation`
@@ -159,10 +180,36 @@ class GRPOConfig(PolicyOptions):
         """Whether the driver takes the KL off the rewards, a number a row."""
         return self.kl_in_reward and self.advantage_estimator != "reinforce_plus_plus"
 
+    @property
+    def corrects_by_default(self) -> bool:
+        """Whether stale samples make the policy loss correct by the rollout's logprobs though nobody says how."""
+        given = self.loss.kwargs.get(CORRECTION) if self.loss else self.rollout_importance_correction
+        is_policy_loss = self.loss is None or self.loss.target == POLICY_LOSS
+        return self.max_staleness > 0 and is_policy_loss and given is None
+
+    @property
+    def staleness_note(self) -> str:
+        """What a person should know about the loss of stale samples; empty where there is nothing to say."""
+        if self.corrects_by_default:
+            return (
+                f"max_staleness={self.max_staleness}: the loss weighs each token by trainer / rollout probability "
+                f"({CORRECTION}=truncate)"
+            )
+        if self.max_staleness and self.loss and self.loss.target != POLICY_LOSS:
+            return (
+                f"max_staleness={self.max_staleness}: {self.loss.target} has to correct for stale samples itself, by "
+                "the column rollout_logprobs"
+            )
+        return ""
+
     def loss_spec(self) -> LossSpec:
         """The loss of every optimizer step."""
-        if self.loss is not None:
-            return self.loss
+        chosen = self.loss or self._policy_loss()
+        if self.corrects_by_default:
+            chosen = replace(chosen, kwargs={**chosen.kwargs, CORRECTION: "truncate"})
+        return chosen
+
+    def _policy_loss(self) -> LossSpec:
         options = {f.name: getattr(self, f.name) for f in fields(PolicyOptions) if changed(self, f.name)}
         if self.kl_on_rows:
             options.pop("beta")
@@ -176,14 +223,16 @@ class GRPOConfig(PolicyOptions):
         """What is wrong with these settings taken together, one sentence each."""
         yield from self._check_batch()
         yield from self._check_estimator()
-        yield from self.check_loss("algorithm")
+        yield from self.check_overlap()
+        corrected = replace(self, rollout_importance_correction="truncate") if self.corrects_by_default else self
+        yield from corrected.check_loss("algorithm")
         if self.max_resample_times is not None and not self.dynamic_sample:
             yield "algorithm.max_resample_times has no effect without dynamic_sample: set algorithm.dynamic_sample=true"
         if self.kl_in_reward and self.beta == 0:
             yield "algorithm.kl_in_reward=true has no effect with beta=0: set algorithm.beta above 0"
         if self.loss is not None:
             if self.loss.target == POLICY_LOSS:
-                yield from PolicyLossConfig(**self.loss.kwargs).check(run)
+                yield from PolicyLossConfig(**self.loss_spec().kwargs).check(run)
             for name in [f.name for f in fields(PolicyOptions)] + ["kl_in_reward"]:
                 if changed(self, name):
                     yield (

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from rolegraph.algorithms import metrics as measure
+from rolegraph.algorithms.ahead import Generations
 from rolegraph.algorithms.base import Algorithm
 from rolegraph.algorithms.config import GRPOConfig
 from rolegraph.algorithms.sft import supervised
 from rolegraph.batch import Batch
 from rolegraph.interfaces import Metrics, ORMRole, RolloutRole, SamplingParams, TrainRole
 from rolegraph.losses import advantages
+from rolegraph.staleness import Staleness
 
 if TYPE_CHECKING:
     from rolegraph.run import Run
@@ -25,6 +28,10 @@ MAX_RESAMPLE_TIMES = 3
 
 class GRPO(Algorithm):
     """Generations of samples, each used for `steps_per_generation * num_iterations` optimizer steps.
+
+    With `max_staleness` above 0 the next ones are drawn beside the steps. The ratio of a step is against the trainer's
+    weights as they were when its generation was taken, and a correction weighs each token by what these make of it over
+    what the engine drew it with (decoupled PPO, arXiv:2505.24298).
 
     The driver sees ids, lengths, rewards and advantages; token columns stay in the object store. A generation counts
     its planned optimizer steps even where rows were dropped and a step is left out, so that a run always ends.
@@ -49,19 +56,20 @@ class GRPO(Algorithm):
         await self.warm_start()
         steps, step = self.steps(config.prompts_per_generation / config.steps_per_batch), 0
         telemetry.stage("grpo", steps)
-        while step < steps:
-            await self.sync()
-            samples, metrics = await self.sample()
-            samples = await self.score_tokens(samples)
-            samples = self.with_advantages(samples)
-            telemetry.samples(step + 1, samples)
-            for batch in optimizer_batches(samples, config.steps_per_generation, config.num_iterations):
-                step += 1
-                metrics |= await self.step(batch)
-                telemetry.step(step, metrics)
-                metrics = {}
-                if step == steps:
-                    break
+        async with self.generations(math.ceil(steps / config.steps_per_batch)) as generations:
+            while step < steps:
+                generations.synced(await self.sync())
+                samples, metrics = await generations.take()
+                samples = await self.score_tokens(samples)
+                samples = self.with_advantages(samples)
+                telemetry.samples(step + 1, samples)
+                for batch in optimizer_batches(samples, config.steps_per_generation, config.num_iterations):
+                    step += 1
+                    metrics |= await self.step(batch)
+                    telemetry.step(step, metrics)
+                    metrics = {}
+                    if step == steps:
+                        break
 
     async def warm_start(self) -> None:
         """Supervised steps on the dataset's responses, when the config has them."""
@@ -74,6 +82,14 @@ class GRPO(Algorithm):
             await self.train.reset_optimizer()
             if self.config.needs_reference:
                 await self.train.save_reference()
+
+    def generations(self, count: int) -> Generations:
+        """The samples of `count` generations, made in turn, or ahead of training within `max_staleness`."""
+        config, telemetry = self.config, self.job.telemetry
+        if config.staleness_note:
+            telemetry.event(config.staleness_note)
+        staleness = Staleness(config.max_staleness)
+        return Generations(self.sample, staleness, count, wait=lambda: telemetry.phase("wait", "train"))
 
     async def sample(self) -> tuple[Batch, Metrics]:
         """The samples of a generation whose rewards are there, and what was drawn for them.
@@ -163,9 +179,8 @@ class GRPO(Algorithm):
     def measure(self, drawn: Batch, kept: Batch, rounds: int) -> Metrics:
         """The metrics of a generation, over everything that was drawn for it."""
         groups = advantages.group_statistics(drawn.numpy("reward"), drawn.numpy("group"))
-        version = self.job.sync.version if self.job.sync is not None else 0
         overlong = int(measure.truncated(kept).sum()) if self.config.overlong_filter else 0
-        found = measure.of_samples(drawn, groups, version)
+        found = measure.of_samples(drawn, groups)
         found |= {"rows/drawn": float(len(drawn)), "rows/dropped": float(len(drawn) - len(kept) + overlong)}
         return found | ({"resample/rounds": rounds - 1.0} if self.config.dynamic_sample else {})
 

@@ -14,9 +14,9 @@ def of_step(metrics: Metrics) -> Metrics:
     return {("seconds/optimizer_step" if name == "seconds" else name): value for name, value in metrics.items()}
 
 
-def of_samples(samples: Batch, groups: Groups, version: int) -> Metrics:
-    """What one generation drew; `version` is that of the weights the engines were last given."""
-    return {**of_rewards(samples), **of_groups(groups), **of_lengths(samples), **of_versions(samples, version)}
+def of_samples(samples: Batch, groups: Groups) -> Metrics:
+    """What one generation drew."""
+    return {**of_rewards(samples), **of_groups(groups), **of_lengths(samples)}
 
 
 def of_rewards(samples: Batch) -> Metrics:
@@ -66,11 +66,19 @@ def of_lengths(samples: Batch) -> Metrics:
 
 
 def of_versions(samples: Batch, version: int) -> Metrics:
-    """The oldest weights that a token of these samples came from, and how many syncs ago they were the newest."""
+    """Of samples that are trained on at `version`: the oldest weights they began with, and how stale the rows are.
+
+    A row's staleness is the number of syncs since the weights of its first token.
+    """
     if "weight_version" not in samples or not len(samples):
         return {}
-    oldest = int(samples.numpy("weight_version").min())
-    return {"weight_version": float(oldest), "staleness": float(version - oldest)}
+    first = samples.numpy("weight_version")
+    staleness = version - first
+    return {
+        "weight_version": float(first.min()),
+        "staleness/mean": float(staleness.mean()),
+        "staleness/max": float(staleness.max()),
+    }
 
 
 def truncated(samples: Batch) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:

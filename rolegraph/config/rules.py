@@ -24,7 +24,6 @@ LATER: dict[tuple[str, ...], str] = {
     ("placement", "offload_optimizer"): "offloading",
     ("placement", "offload_teacher_model"): "offloading",
     ("placement", "sleep_level"): "putting engines to sleep",
-    ("algorithm", "max_staleness"): "asynchronous rollouts",
     ("resume",): "resuming from a checkpoint",
     ("checkpoint",): "checkpoints",
     ("eval",): "evaluation during the run",
@@ -223,6 +222,25 @@ def free_fields_are_known(run: RunConfig) -> Iterator[str]:
                     yield f"{role}.{key}.{name} is no field of {classes}{hint}"
 
 
+def overlap_has_devices(run: RunConfig) -> Iterator[str]:
+    """What generates while the trainer trains does not share its devices, and gives up exact reproduction."""
+    staleness = getattr(run.algorithm.config, "max_staleness", 0)
+    if not staleness:
+        return
+    for group in run.placement.sharing(run.roles):
+        if "train" in group and (others := " and ".join(role for role in dict.fromkeys(group) if role != "train")):
+            yield (
+                f"algorithm.max_staleness={staleness} lets {others} work while train does, and placement puts them on "
+                "the same devices, where they take turns: set placement=separate (or device groups of their own), or "
+                "algorithm.max_staleness=0"
+            )
+    if run.deterministic:
+        yield (
+            f"deterministic=true needs algorithm.max_staleness=0: with {staleness}, which weights draw a token depends "
+            "on when the trainer was done"
+        )
+
+
 PROCESS_NUMBERS = (
     "ranks",
     "replicas",
@@ -267,6 +285,7 @@ RULES: list[Callable[[RunConfig], Iterator[str]]] = [
     raw_text_is_no_chat,
     free_fields_are_known,
     one_process_suffices,
+    overlap_has_devices,
 ]
 
 

@@ -36,7 +36,7 @@ class PolicyOptions:
     """Share of tokens, those of highest entropy in the global batch, that the policy gradient uses."""
     rollout_importance_correction: Literal["truncate", "mask"] | None = None
     """Weigh tokens by trainer probability / rollout probability: truncate caps the weight at the threshold, mask drops
-    tokens above it; null: no correction."""
+    tokens above it; null: no correction, or truncate with algorithm.max_staleness above 0."""
     rollout_importance_threshold: Annotated[float, Gt(0)] | None = None
     """The cap of that weight; null: 2.0."""
     tau_pos: Annotated[float, Gt(0)] | None = None

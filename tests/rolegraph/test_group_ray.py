@@ -201,6 +201,23 @@ async def test_queue_rows_come_back_in_order(fake: Fake) -> None:
     assert answers == [row[::-1] for row in local.repeat(2)["response_ids"].to_pylist()]
 
 
+async def test_a_drained_queue_finishes_what_was_begun_and_holds_the_rest(graph: RoleGraph, fake: Fake) -> None:
+    group, local = graph.group("fake"), batch_of(20)
+    whole = asyncio.ensure_future(fake.generate(local, delay=0.3))
+    while not any("generate" in one["busy"] for one in await group.metrics()):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    async with group.drained():
+        assert not any("generate" in one["busy"] for one in await group.metrics())
+        await asyncio.sleep(0.2)
+        assert not any("generate" in one["busy"] for one in await group.metrics()), "nothing is begun meanwhile"
+        assert not whole.done(), "8 of 20 rows are worked on at a time"
+        late = asyncio.ensure_future(fake.generate(batch_of(2)))
+        assert await fake.doubled([1]) == [2], "calls without a queue go on"
+        assert not late.done()
+    assert (await whole)["uid"].to_pylist() == local["uid"].to_pylist()
+    assert len(await late) == 2
+
+
 async def test_a_call_reports_to_the_hook(graph: RoleGraph, fake: Fake) -> None:
     begun: list[tuple[str, str, int, int | None]] = []
     ended: list[tuple[str, int]] = []

