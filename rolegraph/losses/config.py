@@ -95,3 +95,17 @@ def changed(config: object, name: str) -> bool:
     """Whether a field of a dataclass instance differs from its default."""
     defaults = {f.name: f.default for f in fields(config)}  # type: ignore[arg-type]
     return bool(getattr(config, name) != defaults[name])
+
+
+def beta_near_end(key: str, beta: float) -> str | None:
+    """A warning for a divergence's beta within 0.01 of 0 or 1, but not there: the loss is near 0, not near a KL.
+
+    `rolegraph.losses.divergence` gives the formula and figures. `key` is where beta stands in the config.
+    """
+    if not (0.0 < beta <= 0.01 or 0.99 <= beta < 1.0):
+        return None
+    end, share, name = (0, beta, "forward KL") if beta < 0.5 else (1, 1.0 - beta, "reverse KL")
+    return (
+        f"{key}={beta:g} weighs the divergence down to about {share:.1g} of a KL: it tends to 0 at both ends. For the "
+        f"{name} itself write {key}={end}"
+    )
