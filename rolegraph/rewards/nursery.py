@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 
@@ -135,33 +136,37 @@ class Worker:
             raise RewardError(f"the reward functions cannot be loaded:\n{loaded}")
         return loaded
 
-    def call(self, call: Call, limit_s: float) -> Scored | Fault:
-        """Call a function. A worker that hangs past `limit_s` or dies is a fault, and gone."""
-        connection = self._connection
-        try:
-            if connection is None:
-                connection = self._restart(call)
-            else:
-                connection.send(call)
-        except OSError:
-            # It died while it was idle, which this call has nothing to do with.
-            self.stop()
-            connection = self._restart(call)
-        try:
-            if connection.poll(limit_s):
-                reply: Scored | Fault = connection.recv()
-                return reply
-        except (EOFError, OSError):
-            return Fault("crash", f"the worker {self.stop()}")
-        self.stop()
-        return Fault("timeout", f"no answer within {limit_s:.3g} s")
-
-    def _restart(self, call: Call) -> Connection:
+    def send(self, call: Call) -> None:
+        """Hand a call to the process, to a new one where the last is lost. Raises RewardError where none starts."""
+        if self._connection is not None:
+            try:
+                return self._connection.send(call)
+            except OSError:
+                # It died while it was idle, which this call has nothing to do with.
+                self.stop()
         self.start()
         if self._connection is None:
             raise RewardError("the worker was stopped")
-        self._connection.send(call)
-        return self._connection
+        return self._connection.send(call)
+
+    def answer(self, limit_s: float) -> tuple[Scored | Fault, float]:
+        """The answer to what was sent, and the seconds it took. One that hangs past `limit_s` or dies is a fault, and
+        gone; its end takes none of these seconds."""
+        started = time.monotonic()
+        reply: Scored | Fault | None = None
+        died = False
+        try:
+            if self._connection is not None and self._connection.poll(limit_s):
+                reply = self._connection.recv()
+        except (EOFError, OSError):
+            died = True
+        used = time.monotonic() - started
+        if died:
+            reply = Fault("crash", f"the worker {self.stop()}")
+        elif reply is None:
+            self.stop()
+            reply = Fault("timeout", f"no answer within {limit_s:.3g} s")
+        return reply, used
 
     def stop(self) -> str:
         """End the process; returns in words how it ended."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -81,18 +80,17 @@ class Lane:
         return started[0]
 
     def submit(self, call: Call, budget: Budget, *, alone: bool) -> Future[Scored | Fault]:
-        """Queue a call; its time counts from when a worker takes it."""
+        """Queue a call; its time counts from when a worker, started anew where the last is lost, has it."""
         return self._threads.submit(self._run, call, budget, alone)
 
     def _run(self, call: Call, budget: Budget, alone: bool) -> Scored | Fault:
         worker = self._idle.get()
         try:
+            worker.send(call)
             limit = budget.take_row() if alone else budget.take_all_rows()
-            started = time.monotonic()
-            try:
-                return worker.call(call, limit)
-            finally:
-                budget.give_back(limit - (time.monotonic() - started))
+            reply, used = worker.answer(limit)
+            budget.give_back(limit - used)
+            return reply
         except (RewardError, EOFError, OSError) as error:
             return Fault("crash", f"the worker could not be replaced: {error}")
         finally:

@@ -19,6 +19,7 @@ from rolegraph.interfaces import FAULT_REASONS
 from rolegraph.rewards import pool as pool_module
 from rolegraph.rewards.config import RewardConfig
 from rolegraph.rewards.pool import Budget, Scores, VerifierPool, weighted
+from rolegraph.rewards.worker import Call, Scored
 
 PLUGIN = str(Path(__file__).with_name("faulty.py"))
 
@@ -82,13 +83,12 @@ def test_one_bad_row_is_null_with_its_reason_and_its_neighbours_are_scored(
     assert pool.score(["7"], {})["faulty"].values == [7.0]
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"), [("short", "wrong_length"), ("endless", "wrong_length"), ("not_a_list", "not_a_list")]
-)
-def test_a_result_of_the_wrong_shape_is_null(name: str, reason: str) -> None:
-    with make_pool(name) as pool:
-        scores = pool.score(["1", "2"], {})[name]
-        assert (scores.values, scores.reasons) == ([None, None], [reason, reason])
+def test_a_result_of_the_wrong_shape_is_null() -> None:
+    expected = {"short": "wrong_length", "endless": "wrong_length", "not_a_list": "not_a_list"}
+    with make_pool(*expected) as pool:
+        scores = pool.score(["1", "2"], {})
+    for name, reason in expected.items():
+        assert (scores[name].values, scores[name].reasons) == ([None, None], [reason, reason])
 
 
 def test_rows_that_all_hang_use_no_more_than_the_time_of_their_call() -> None:
@@ -115,6 +115,25 @@ def test_budget_never_gives_out_more_than_it_has() -> None:
     assert Budget(8.0, rows=1).take_all_rows() == 8.0
     budget.give_back(3.0)
     assert budget.take_row() == pytest.approx(3.0)
+
+
+def test_starting_a_lost_worker_anew_takes_nothing_from_the_rows_time(tmp_path: Path) -> None:
+    plugin = tmp_path / "slow_to_load.py"
+    plugin.write_text(
+        "import os, time\nfrom rolegraph.rewards import reward\ntime.sleep(1.5)\n"
+        "@reward\ndef worker_id(completions):\n    return [os.getpid() for _ in completions]\n"
+    )
+    with VerifierPool(RewardConfig(reward_funcs=["worker_id"], external_plugins=[str(plugin)])) as pool:
+        before = pool.score(["a"], {})["worker_id"].values[0]
+        assert before is not None
+        os.kill(int(before), signal.SIGKILL)
+        assert wait_until(lambda: not alive(int(before)))
+        budget = Budget(60.0, rows=2)
+        call = Call(0, ["a", "b"], {})
+        reply = pool._plain.submit(call, budget, alone=False).result()
+        assert isinstance(reply, Scored)
+        assert reply.values[0] not in (None, before)
+        assert budget.take_all_rows() / 0.5 > 58.6, "of 60 s; loading took 1.5"
 
 
 def test_functions_fail_apart() -> None:
