@@ -42,7 +42,8 @@ def submit(config: DataConfig, model_path: str, needs: Needs = "prompt") -> Pend
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     # No CPU is asked for: the roles' placement groups may hold all of them, and the task would wait for ever.
-    task = ray.remote(_build_task).options(num_returns="streaming", num_cpus=0, scheduling_strategy=here)
+    # What takes a process down (memory, as a rule) does so again, and Ray would try for ever.
+    task = ray.remote(_build_task).options(num_returns="streaming", num_cpus=0, max_retries=0, scheduling_strategy=here)
     config = _absolute(config)
     return Pending(task.remote(config, model_path, needs), config)
 
@@ -55,9 +56,9 @@ class Pending:
         self._config = config
 
     def result(self) -> Dataset:
-        """Wait for the data set; errors are those of `load`."""
+        """Wait for the data set; errors are those of `load`, and DataError where the task's process was killed."""
         import ray
-        from ray.exceptions import RayTaskError
+        from ray.exceptions import NodeDiedError, OutOfMemoryError, RayTaskError, WorkerCrashedError
 
         shards: list[Batch] = []
         try:
@@ -68,7 +69,27 @@ class Pending:
             if isinstance(error.cause, DataError):
                 raise error.cause from None
             raise
+        except (OutOfMemoryError, WorkerCrashedError, NodeDiedError) as error:
+            raise DataError(_killed(self._config, error)) from error
         return _dataset(Batch.concat(shards), report, self._config)
+
+
+def _killed(config: DataConfig, error: Exception) -> str:
+    """What became of the process that loaded, and how to load less."""
+    from ray.exceptions import OutOfMemoryError
+
+    origin = f"data.source={config.source}" + (f" data.path={config.path}" if config.path else "")
+    how = (
+        "was killed because memory ran out" if isinstance(error, OutOfMemoryError) else "died, as when memory runs out"
+    )
+    less = {
+        "reasoning_gym": f"set data.size below {config.size}",
+        "huggingface": "set data.split='train[:10000]' or data.limit=10000",
+    }.get(str(config.source), "set data.limit=10000, or data.path to fewer files")
+    return (
+        f"the process that loads {origin} {how}: {less}, or leave more memory free (fewer rollout.replicas, a smaller "
+        f"rollout.kv_cache_bytes)\n{str(error).strip().splitlines()[0]}"
+    )
 
 
 def _build_task(config: DataConfig, model_path: str, needs: Needs) -> Iterator[Any]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from rolegraph.data import DataConfig, Dataset, load
+from rolegraph.data import DataConfig, Dataset, load, loading
 from rolegraph.data import tokenizer as tokenizers
 from rolegraph.errors import BatchError, DataError
 
@@ -311,3 +313,29 @@ def test_a_long_teacher_prompt_is_dropped_or_cut_and_counted(jsonl: Write, tiny_
     cut = _load(path, tiny_folder, truncation_strategy="left", **limits)
     assert _column(cut, "teacher_prompt_length") == [50, 0]
     assert any("teacher_prompt cut on the left to 50 tokens" in line for line in cut.report.lines())
+
+
+@pytest.mark.ray
+def test_a_killed_task_says_how_to_load_less(
+    jsonl: Write, tiny_folder: str, ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dying(*arguments: Any) -> Iterator[str]:
+        yield "a report"
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(loading, "_build_task", dying)
+    path = jsonl({"prompt": "a"})
+    with pytest.raises(DataError, match=rf"loads data.source=jsonl data.path={path} died.*: set data.limit=10000, or"):
+        load(DataConfig(source="jsonl", path=path), tiny_folder, use_ray=True)
+
+
+def test_a_task_that_ray_killed_for_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    def killed(ref: object) -> None:
+        raise ray.exceptions.OutOfMemoryError("Task was killed due to the node running low on memory.")
+
+    monkeypatch.setattr(ray, "get", killed)
+    pending = loading.Pending(iter(["report"]), DataConfig(source="reasoning_gym", task="chain_sum"))  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"killed because memory ran out: set data.size below 1000.*\nTask was killed"):
+        pending.result()
