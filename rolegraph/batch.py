@@ -21,6 +21,7 @@ from rolegraph.columns import (
     Ragged,
     compact_table,
     is_light,
+    is_list,
     is_per_token,
     list_lengths,
     one_chunk,
@@ -178,10 +179,6 @@ class Batch:
         ragged = self.ragged(name)
         return np.split(ragged.values, ragged.offsets[1:-1]) if len(self) else []
 
-    def to_local_dict(self) -> dict[str, list[Any]]:
-        """Every column as a list of Python values; local batches only."""
-        return dict(self.table.to_pydict())
-
     def write_parquet(self, path: str | Path) -> None:
         """Write a local batch as a Parquet file."""
         import pyarrow.parquet as pq
@@ -287,24 +284,26 @@ class Batch:
         return Batch(parcel.unpack(_count(ray.get(refs.refs))))
 
     def check_alignment(self) -> None:
-        """Every per-token column has one entry a response token.
+        """Every per-token column that is here has one entry a response token; a null row has none.
 
         Raises AlignmentError naming the first row's uid that breaks it.
         """
         if "response_ids" not in self:
             return
         expected = list_lengths(self["response_ids"])
-        for name in self.column_names:
-            if not is_per_token(name):
+        for name in filter(is_per_token, self._here.column_names):
+            if not is_list(self._here.schema.field(name).type):
                 continue
             lengths = list_lengths(self[name])
-            wrong = np.flatnonzero((lengths != expected) & (lengths >= 0))
+            wrong = np.flatnonzero(np.maximum(lengths, 0) != np.maximum(expected, 0))
             if len(wrong):
                 i = int(wrong[0])
-                uid = self["uid"][i].as_py() if "uid" in self else f"row {i}"
+                uid = self["uid"][i].as_py() if "uid" in self else i
+                entries, tokens = max(lengths[i], 0), max(expected[i], 0)
                 raise AlignmentError(
-                    f"{uid}: column {name!r} has {lengths[i]} entries for {expected[i]} response tokens"
+                    f"row {uid}: column {name} has {entries} entries for {tokens} response tokens"
                     + (f" ({len(wrong)} such rows)" if len(wrong) > 1 else "")
+                    + "; a per-token column has one entry a response token"
                 )
 
     def __reduce__(self) -> tuple[Any, ...]:

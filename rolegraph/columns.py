@@ -98,7 +98,7 @@ def tidy(name: str, column: pa.ChunkedArray) -> pa.Array:
         column = column.cast(column.type.value_type)
     if pa.types.is_null(column.type) and (name in KNOWN_TYPES or name.startswith("rewards/")):
         column = column.cast(KNOWN_TYPES.get(name, pa.float64()))
-    if _is_list(column.type) and pa.types.is_boolean(column.type.value_type):
+    if is_list(column.type) and pa.types.is_boolean(column.type.value_type):
         column = column.cast(_MASK_LIST)
     return one_chunk(column)
 
@@ -120,7 +120,7 @@ def compact(array: pa.Array) -> pa.Array:
     if array.get_total_buffer_size() <= array.nbytes + 128:
         return array
     if array.null_count == 0:
-        if _is_list(array.type) and len(array):
+        if is_list(array.type) and len(array):
             offsets = array.offsets.to_numpy()
             child = compact(array.values.slice(offsets[0], offsets[-1] - offsets[0]))
             buffer = pa.py_buffer(np.ascontiguousarray(offsets - offsets[0]))
@@ -141,7 +141,7 @@ def compact_table(table: pa.Table) -> pa.Table:
 
 def to_ragged(name: str, array: pa.Array) -> Ragged:
     """A list column as flat values and offsets, zero-copy; a null row is an empty one."""
-    if not _is_list(array.type):
+    if not is_list(array.type):
         raise BatchError(f"column {name!r} is {array.type}, not a list column")
     if array.null_count:
         array = pc.fill_null(array, pa.scalar([], array.type))
@@ -176,7 +176,8 @@ def list_lengths(array: pa.Array) -> np.ndarray[Any, Any]:
     return np.asarray(pc.fill_null(pc.list_value_length(array), -1).to_numpy(zero_copy_only=False))
 
 
-def _is_list(kind: pa.DataType) -> bool:
+def is_list(kind: pa.DataType) -> bool:
+    """Whether rows are lists of any length."""
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
 
 

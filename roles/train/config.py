@@ -108,11 +108,6 @@ class MegatronModelConfig:
     """Any other field of megatron-core's TransformerConfig (for training, or OptimizerConfig), by its own name."""
 
     @property
-    def model_parallel_size(self) -> int:
-        """Ranks that hold one copy of the model."""
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
-
-    @property
     def uses_sequence_parallel(self) -> bool:
         """`sequence_parallel` with its default filled in."""
         if self.sequence_parallel is None:

@@ -57,11 +57,13 @@ class MegatronTrain(TrainRole):
         _log.info("rank %d ready in %.1f s", self.context.rank, time.perf_counter() - started)
 
     def teardown(self) -> None:
-        """Leave all process groups."""
+        """Leave all process groups, and give back the memory that waits for the next micro-batch."""
+        from rolegraph.losses.projection import release_buffers
         from roles.train.model import leave
 
         MegatronTrain.disconnect_weights(self)
         leave()
+        release_buffers()
 
     @endpoint(dispatch="dp", collect=first_rank, cost="length")
     def step(self, batch: Batch, *, loss: LossSpec, temperature: float = 1.0, lr: float | None = None) -> Metrics:

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from rolegraph.batch import Batch
-from rolegraph.columns import STREAMED, is_per_token
-from rolegraph.errors import AlignmentError
+from rolegraph.columns import STREAMED
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 
@@ -320,6 +319,7 @@ def _columns(batch: Batch, index: IntArray) -> dict[str, Tensor]:
     A list column of the dataset that is no per-token column is left out; one counts as per-token by its name, or
     because all its rows are as long as their responses.
     """
+    batch.check_alignment()
     lengths = np.diff(_offsets(batch, "response_ids"))
     columns: dict[str, Tensor] = {}
     for field in batch.schema:
@@ -329,23 +329,9 @@ def _columns(batch: Batch, index: IntArray) -> dict[str, Tensor]:
             columns[field.name] = _tensor(batch.numpy(field.name)[index])
         elif field.name in ("prompt_ids", "response_ids", "teacher_prompt_ids") or not _is_number_list(field.type):
             continue
-        elif _is_aligned(batch, field.name, lengths):
+        elif np.array_equal(np.diff(_offsets(batch, field.name)), lengths):
             columns[field.name] = _tensor(_gather(batch, field.name, index)[0])
     return columns
-
-
-def _is_aligned(batch: Batch, name: str, lengths: IntArray) -> bool:
-    """Whether a list column has one entry a response token; an error where its name promises so and it has not."""
-    found = np.diff(_offsets(batch, name))
-    wrong = np.flatnonzero(found != lengths)
-    if wrong.size and is_per_token(name):
-        row = int(wrong[0])
-        uid = batch["uid"][row].as_py() if "uid" in batch.column_names else f"(row {row})"
-        raise AlignmentError(
-            f"row {uid}: column {name} has {found[row]} entries for {lengths[row]} response tokens; a per-token column "
-            "has one entry a response token"
-        )
-    return not wrong.size
 
 
 def _is_number(kind: pa.DataType) -> bool:

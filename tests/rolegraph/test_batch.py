@@ -157,10 +157,12 @@ def test_compact_keeps_the_values(array: pa.Array) -> None:
 
 
 def test_alignment_error_names_the_uid() -> None:
-    good = {"uid": ["a", "b"], "response_ids": [[1, 2], [3]], "response_mask": [[1, 1], [1]]}
+    good = {"uid": ["a", "b"], "response_ids": [[1, 2], []], "response_mask": [[1, 1], []]}
     Batch.from_columns({**good, "rollout_logprobs": [[-1.0, -2.0], None]}).check_alignment()
-    with pytest.raises(AlignmentError, match="b: column 'rollout_logprobs' has 2 entries for 1 response tokens"):
+    with pytest.raises(AlignmentError, match="row b: column rollout_logprobs has 2 entries for 0 response tokens"):
         Batch.from_columns({**good, "rollout_logprobs": [[-1.0, -2.0], [-1.0, -2.0]]}).check_alignment()
+    with pytest.raises(AlignmentError, match="row a: column rollout_logprobs has 0 entries for 2 response tokens;"):
+        Batch.from_columns({**good, "rollout_logprobs": [None, []]}).check_alignment()
 
 
 def test_concat_promotes_columns_of_nulls() -> None:

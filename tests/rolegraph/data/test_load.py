@@ -260,7 +260,7 @@ def test_a_ray_task_loads_the_same_rows(jsonl: Write, tiny_folder: str, ray_clus
     with pytest.raises(BatchError, match="fetch"):
         there.rows["prompt_ids"]
     assert there.rows.numpy("level").tolist() == list(range(150))
-    assert there.rows.fetch_sync().to_local_dict() == {
+    assert there.rows.fetch_sync().table.to_pydict() == {
         name: here.rows[name].to_pylist() for name in there.rows.fetch_sync().column_names
     }
     assert there.report.lines() == here.report.lines()

@@ -93,7 +93,7 @@ def make_batch(model: Path, texts: Sequence[str], end: str = END, **columns: Any
 
 
 def scored(role: FunctionORM, batch: Batch) -> dict[str, list[Any]]:
-    return FunctionORM.score(role, batch).to_local_dict()
+    return FunctionORM.score(role, batch).table.to_pydict()
 
 
 def test_rewards_are_columns_and_their_weighted_sum(model: Path, plugin: str) -> None:
@@ -233,7 +233,7 @@ async def test_replicas_share_the_rows_and_leave_nothing_when_killed(ray_orm: An
     texts[20], texts[50] = "crash", "hang"
     batch = make_batch(model, texts, answer=[str(row) for row in range(70)])
     found = await (await ray_orm.handle.score(batch)).fetch()
-    columns = found.to_local_dict()
+    columns = found.table.to_pydict()
     assert columns["uid"] == [f"row{row}" for row in range(70)]
     assert [row for row, value in enumerate(columns["rewards/exact_match"]) if not value] == [20, 50]
     assert [row for row, value in enumerate(columns["rewards/fragile"]) if value is None] == [20, 50]

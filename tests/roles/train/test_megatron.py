@@ -14,6 +14,7 @@ import torch
 
 from rolegraph.errors import ConfigError, RoleGraphError
 from rolegraph.interfaces import LossSpec, TransferGroup
+from rolegraph.losses import projection
 from rolegraph.role import RoleContext
 from roles.train.config import MegatronTrainConfig
 from tests.models import make_checkpoint
@@ -340,9 +341,14 @@ def test_sends_what_the_manifest_says(start: Start) -> None:
         assert torch.equal(received[name], tensor)
 
 
-def test_sending_without_a_connection_says_so(start: Start) -> None:
+def test_sending_without_a_connection_says_so_and_a_role_that_has_ended_keeps_no_buffer(start: Start) -> None:
+    role = start()
     with pytest.raises(RoleGraphError, match="connect_weights"):
-        start().send_weights(1000)
+        role.send_weights(1000)
+    role.step(make_batch(4, 0), loss=NLL)
+    assert projection._spares
+    role.teardown()
+    assert not projection._spares
 
 
 # ----- what is refused -----
