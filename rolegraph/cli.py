@@ -15,13 +15,15 @@ from rolegraph.placement.option import OPTION, take_option
 USAGE = """rolegraph trains language models by reinforcement learning on a graph of Ray actors.
 
   rolegraph run  [CHOICES] [KEY=VALUE ...]    train
-  rolegraph plan [CHOICES] [KEY=VALUE ...]    show which rank runs where and how batches divide; starts nothing
+  rolegraph plan [CHOICES] [KEY=VALUE ...]    show which rank runs where, how batches divide and what memory that
+                                              takes; starts nothing
 
 Examples
   rolegraph run experiment=quickstart
   rolegraph run algorithm=grpo model=smollm2_135m algorithm.num_generations=4 train.lr=1e-6
   rolegraph run algorithm=sft model=hf model.path=Qwen/Qwen3-0.6B data=jsonl data.path=chats.jsonl
   rolegraph plan algorithm=grpo placement=separate train.ranks=2 rollout.replicas=2
+  rolegraph plan algorithm=grpo placement=separate train.gpus=8 rollout.gpus=8 --cluster 2x8xH100-80G
   rolegraph run --config-dir my_configs experiment=mine
 
 Choices pick a file of a config group (algorithm, model, data, reward, placement, train, rollout, orm, logger,
@@ -30,6 +32,9 @@ experiment); KEY=VALUE sets any value. Everything is checked before anything sta
 Options of `run` and `plan`
   --config-dir DIR   a folder with config groups and modules of your own
   --device_groups JSON   placement.device_groups as JSON
+  --cluster NODES    plan for machines that are not there: 2x8xH100-80G is 2 nodes of 8 GPUs with 80 GiB each, 2xcpu32
+                     2 nodes of 32 cores; several kinds by commas (plan only)
+  -o FILE            write the plan as JSON, for machines (plan only)
   --cfg job          print the config with all defaults, and stop (run only; --resolve fills in interpolations)
   --help             list the config groups and what they offer
   -m, --multirun     one run for each combination of comma-separated values (run only)
@@ -96,23 +101,58 @@ def _parse(words: Sequence[str]) -> Namespace:
 
 
 def _plan(words: list[str]) -> int:
-    from rolegraph.config import load
-    from rolegraph.explain import print_plan
-
+    words, given = _take(words, PLAN_OPTIONS)
     args = _parse(words)
     if args.help:
         print(USAGE)
         return 0
-    for name, given in (("--multirun", args.multirun), ("--cfg", args.cfg), ("--info", args.info)):
-        if given:
+    for name, chosen in (("--multirun", args.multirun), ("--cfg", args.cfg), ("--info", args.info)):
+        if chosen:
             raise ConfigError(f"{name} is for `rolegraph run`: a plan shows one run, and nothing else")
-    print_plan(load(args.overrides, config_dir=args.config_dir, config_name=args.config_name or "config").run)
+    from rolegraph.config import load
+    from rolegraph.explain import print_plan
+    from rolegraph.models.architecture import FETCH_S
+    from rolegraph.placement import this_machine
+    from rolegraph.placement.clusters import cluster
+
+    inventory = cluster(given["--cluster"]) if "--cluster" in given else this_machine()
+    run = load(args.overrides, config_dir=args.config_dir, config_name=args.config_name or "config").run
+    placed, estimate = print_plan(run, inventory, fetch_s=FETCH_S)
+    if "-o" in given:
+        from rolegraph.plan_file import write_plan
+
+        write_plan(given["-o"], run, placed, estimate, inventory)
     return 0
+
+
+PLAN_OPTIONS = {"--cluster": "2x8xH100-80G", "-o": "plan.json"}
+"""Options that only a plan has, with an example of what follows them."""
+
+
+def _take(words: Sequence[str], options: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    """The words without some options, and the value of each: the next word, or what stands behind `=`."""
+    rest: list[str] = []
+    found: dict[str, str] = {}
+    left = iter(words)
+    for word in left:
+        name, equals, value = word.partition("=")
+        if name not in options:
+            rest.append(word)
+            continue
+        given = value if equals else next(left, "")
+        if not given or given.startswith("-"):
+            raise ConfigError(f"{name} needs a value, as in {name} {options[name]}")
+        if name in found:
+            raise ConfigError(f"{name} is given twice")
+        found[name] = given
+    return rest, found
 
 
 def _run(words: list[str]) -> int:
     from rolegraph.config.load import composed, load
 
+    if wrong := [word for word in words if word.partition("=")[0] in PLAN_OPTIONS]:
+        raise ConfigError(f"{wrong[0].partition('=')[0]} is for `rolegraph plan`: a run takes the machines it finds")
     args = _parse(words)
     name = args.config_name or "config"
     if args.cfg == "job":

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from itertools import groupby
 from typing import Any
 
 from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
+from rolegraph.arithmetic import sentences
 from rolegraph.config import RunConfig
 from rolegraph.config.check import Problem, resolve
 from rolegraph.config.compose import Composed, as_config
 from rolegraph.config.load import filled
 from rolegraph.errors import ConfigError
+from rolegraph.estimate import DeviceNeed, Estimate, estimate, size
 from rolegraph.placement import Inventory, Plan, Slot, plan, requests, this_machine
 
 
@@ -33,38 +34,74 @@ def print_config(source: Composed, *, package: str | None = None, resolved: bool
     print(OmegaConf.to_yaml(shown) if OmegaConf.is_config(shown) else shown, end="")
 
 
-def print_plan(run: RunConfig, inventory: Inventory | None = None, console: Console | None = None) -> Plan:
-    """Where every rank runs and how batches divide; returns the plan. Raises PlanError when it does not fit."""
-    placed = plan(inventory or this_machine(), requests(run.roles), run.placement)
+FEW_SLOTS = 128
+"""A role with more ranks is shown a row a node."""
+
+
+def print_plan(
+    run: RunConfig, inventory: Inventory | None = None, console: Console | None = None, *, fetch_s: float = 0.0
+) -> tuple[Plan, Estimate]:
+    """Where every rank runs, how batches divide, what memory that takes; PlanError when the roles do not fit.
+
+    A model that is on the hub alone is asked for its config.json for at most `fetch_s` seconds.
+    """
+    inventory = inventory or this_machine()
+    placed = plan(inventory, requests(run.roles), run.placement)
     console = console or Console(soft_wrap=True)
     console.print(_slots_table(placed))
     for group in placed.groups:
         if len(group) > 1:
             console.print(f"{', '.join(group)} share devices and take turns.", highlight=False)
     table = Table(title=f"{run.algorithm.name}: batches", title_justify="left", show_header=False)
-    for name, text in arithmetic(run, placed):
+    for name, text in sentences(run, placed):
         table.add_row(name, text)
     console.print(table)
-    return placed
+    found = estimate(run, placed, inventory, fetch_s=fetch_s)
+    for need in found.needs:
+        console.print(_memory_table(need))
+        for line in (*need.notes, *need.warnings):
+            console.print(("warning: " if line in need.warnings else "") + line, highlight=False, markup=False)
+    for role, why in found.unknown.items():
+        console.print(f"{role}: no estimate of its memory, {why}.", highlight=False, markup=False)
+    return placed, found
 
 
 def _slots_table(placed: Plan) -> Table:
     table = Table(title="Placement", title_justify="left")
-    for column in ("role", "rank", "mesh", "node", "device", "threads"):
-        table.add_column(column, justify="right" if column in ("rank", "threads") else "left")
+    for column in ("role", "rank", "mesh", "node", "device", "share", "threads"):
+        right = column in ("rank", "share", "threads")
+        table.add_column(column, justify="right" if right else "left", no_wrap=column == "mesh")
     for slots in placed.roles.values():
-        for slot in slots:
-            table.add_row(slot.role, str(slot.rank), _mesh(slot), slot.node, _device(slot), str(slot.threads))
+        rows = [[slot] for slot in slots]
+        if len(slots) > FEW_SLOTS:
+            rows = [list(found) for _, found in groupby(slots, key=lambda slot: slot.node)]
+        for row in rows:
+            table.add_row(*_row(row))
         table.add_section()
     return table
 
 
-def _mesh(slot: Slot) -> str:
+def _row(slots: list[Slot]) -> tuple[str, ...]:
+    """A slot, or several that follow each other on a node."""
+    first, last = slots[0], slots[-1]
+    ids = [device for slot in slots for device in slot.device_ids]
+    device = _device(first)
+    if first is not last:
+        device = f"GPU {ids[0]}-{ids[-1]}" if ids else f"{len(slots)} x {device}"
+    share = f"{first.share:.0%}" if first.device == "cuda" else "-"
+    return first.role, _span([s.rank for s in slots]), _mesh(slots), first.node, device, share, str(first.threads)
+
+
+def _mesh(slots: list[Slot]) -> str:
     """Coordinates along the axes that are longer than 1."""
-    mesh = slot.mesh
-    axes = (("dp", mesh.dp_rank, mesh.dp), ("pp", mesh.pp_rank, mesh.pp), ("cp", mesh.cp_rank, mesh.cp))
-    named = [f"{name} {at}/{size}" for name, at, size in (*axes, ("tp", mesh.tp_rank, mesh.tp)) if size > 1]
-    return " ".join(named) or "-"
+    sizes = {axis: getattr(slots[0].mesh, axis) for axis in ("dp", "pp", "cp", "tp")}
+    at = {axis: _span([getattr(slot.mesh, f"{axis}_rank") for slot in slots]) for axis in sizes}
+    return " ".join(f"{axis} {at[axis]}/{length}" for axis, length in sizes.items() if length > 1) or "-"
+
+
+def _span(numbers: list[int]) -> str:
+    least, most = min(numbers), max(numbers)
+    return str(least) if least == most else f"{least}-{most}"
 
 
 def _device(slot: Slot) -> str:
@@ -73,43 +110,17 @@ def _device(slot: Slot) -> str:
     return f"CPU {slot.cores:.3g} core{'' if slot.cores == 1 else 's'}" if slot.cores else "CPU, beside the others"
 
 
-def arithmetic(run: RunConfig, placed: Plan) -> Iterator[tuple[str, str]]:
-    """How a step's samples divide: names and sentences."""
-    options = run.algorithm.config
-    size = getattr(options, "global_batch_size", None)
-    if size is None:
-        return
-    group = getattr(options, "num_generations", None)
-    steps = getattr(options, "steps_per_generation", 1)
-    if group is not None:
-        samples = size * steps
-        yield "a generation", f"{samples // group} prompts x {group} samples = {samples} samples"
-        rounds = getattr(options, "num_iterations", 1)
-        over = f", gone over {rounds} times" if rounds > 1 else ""
-        yield "is trained on in", f"{steps} optimizer step{'s' if steps > 1 else ''} of {size} samples{over}"
-        if replicas := len(placed.roles.get("rollout", ())):
-            yield "a rollout replica", f"samples about {samples / replicas:g} of them"
-    else:
-        yield "a step", f"{size} rows"
-    if train := placed.roles.get("train"):
-        yield from _train_arithmetic(run, size, train[0].mesh.dp)
-    if run.max_steps is None:
-        yield "in all", "one pass over the dataset (max_steps=null)"
-    else:
-        yield "in all", f"{run.max_steps} steps, {run.max_steps * size} {'samples' if group else 'rows'}"
-
-
-def _train_arithmetic(run: RunConfig, size: int, data_parallel: int) -> Iterator[tuple[str, str]]:
-    low, rest = divmod(size, data_parallel)
-    rows = f"{low} rows" if not rest else f"{low} or {low + 1} rows ({size} does not divide by {data_parallel})"
-    yield "a data-parallel rank", f"of {data_parallel}, trains {rows} a step"
-    config = run.roles["train"].config
-    most = getattr(config, "rows_per_micro_batch", None) or getattr(config, "micro_batch_size", None)
-    tokens = getattr(config, "max_tokens_per_micro_batch", None)
-    largest = low + (rest > 0)
-    if most:
-        count = math.ceil(largest / most)
-        text = f"{count} micro-batch{'es' if count > 1 else ''} a rank of at most {most} rows"
-        yield "in", text + (f" and {tokens} tokens, more where rows are long" if tokens else "")
-    elif tokens:
-        yield "in", f"micro-batches of at most {tokens} tokens, {largest} at most"
+def _memory_table(need: DeviceNeed) -> Table:
+    """Parts of roles down, phases across."""
+    room = f", {size(need.capacity)}" if need.capacity is not None else ""
+    table = Table(title=f"Memory of {need.where}{room}, estimated", title_justify="left")
+    table.add_column("")
+    for phase in need.phases:
+        table.add_column(phase.name, justify="right")
+    found = [{(use.role, use.part): use.bytes for use in phase.uses} for phase in need.phases]
+    for role, part in dict.fromkeys(key for uses in found for key in uses):
+        cells = [size(uses[role, part]) if (role, part) in uses else "-" for uses in found]
+        table.add_row(f"{role} {part.replace('_', ' ')}", *cells)
+    table.add_section()
+    table.add_row("in all", *(size(phase.total) for phase in need.phases))
+    return table

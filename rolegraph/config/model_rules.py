@@ -13,6 +13,8 @@ from rolegraph.models.config import ModelConfig
 def model_of(run: RunConfig, role: str) -> ModelConfig:
     """The model a role computes with: its own where it names one, else the policy."""
     own = getattr(run.roles[role].config, "model", None)
+    if isinstance(own, ModelConfig):
+        return own
     return ModelConfig(path=own) if own else run.model
 
 

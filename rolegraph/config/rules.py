@@ -18,6 +18,7 @@ from rolegraph.config.provenance import join
 from rolegraph.config.schema import RunConfig
 from rolegraph.config.targets import fields_in_source
 from rolegraph.placement import Plan, requests
+from rolegraph.placement.memory import USABLE
 
 LATER: dict[tuple[str, ...], str] = {
     ("placement", "offload_model"): "offloading",
@@ -307,10 +308,6 @@ def derive(run: RunConfig) -> RunConfig:
         if changes:
             run = run.with_role(role, **changes)
     return run
-
-
-USABLE = 0.9
-"""Of a GPU's memory, all that roles take together; the rest is for CUDA's own contexts and the gaps of allocators."""
 
 
 def settle(run: RunConfig, plan: Plan) -> RunConfig:

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rolegraph.placement.types import Inventory, Node, RoleRequest
@@ -42,13 +43,45 @@ def _request(role: str, config: Any) -> RoleRequest:
 
 
 def this_machine() -> Inventory:
-    """The GPUs and cores of this machine, found without Ray or torch."""
+    """The GPUs, cores and memory of this machine, found without Ray or torch."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    count = 0
-    if shutil.which("nvidia-smi"):
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=False)
-        count = sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) if listed.returncode == 0 else 0
+    gpus = _listed_gpus()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = len(gpus)
     if visible is not None:
         count = min(count, len([part for part in visible.split(",") if part.strip() and part.strip() != "-1"]))
-    return Inventory((Node("this machine", tuple(range(count)), float(cores)),))
+    sizes = [memory for _, memory in gpus]
+    node = Node(
+        name="this machine",
+        gpus=tuple(range(count)),
+        cpus=float(cores),
+        gpu_name=gpus[0][0] if count else "",
+        gpu_memory=min(size for size in sizes if size) if count and all(sizes) else None,
+        memory=_memory(),
+    )
+    return Inventory((node,))
+
+
+def _listed_gpus() -> list[tuple[str, int | None]]:
+    """Name and bytes of each GPU that the driver lists."""
+    if not shutil.which("nvidia-smi"):
+        return []
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    listed = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+    if listed.returncode:
+        return []
+    found: list[tuple[str, int | None]] = []
+    for line in listed.stdout.splitlines():
+        name, _, mib = line.rpartition(",")
+        found.append((name.strip(), int(mib) * 2**20 if mib.strip().isdigit() else None))
+    return found
+
+
+def _memory() -> int | None:
+    """Bytes of memory that this process may use: the machine's, or less in a container."""
+    if "SC_PHYS_PAGES" not in os.sysconf_names:
+        return None
+    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else ""
+    return min(most, int(text)) if text.isdigit() else most

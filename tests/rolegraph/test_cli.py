@@ -36,6 +36,7 @@ def test_nothing_heavy_is_imported(tmp_path: Path) -> None:
     lines = {
         "run algorithm=grpo +algorithm.epsilonn=0.3": 2,
         "plan algorithm=grpo placement=separate train.ranks=2 rollout.replicas=2": 0,
+        "plan algorithm=grpo model=smollm2_135m train.gpus=9 rollout.gpus=1 --cluster 1x8xH100-80G": 2,
         "run algorithm=grpo --cfg job": 0,
         "run --help": 0,
         "--help": 0,
@@ -204,6 +205,90 @@ def test_a_json_error_points_at_its_place(capsys: pytest.CaptureFixture[str]) ->
     assert "--device_groups needs its groups as JSON" in capsys.readouterr().err
     assert cli.dispatch(["plan", "algorithm=sft", "--device_groups=1", "--device_groups=2"]) == 2
     assert "--device_groups is given twice" in capsys.readouterr().err
+
+
+LAYOUT = [
+    "plan",
+    "algorithm=grpo",
+    "placement=separate",
+    "train.gpus=16",
+    "train.tensor_model_parallel_size=2",
+    "train.pipeline_model_parallel_size=2",
+    "rollout.gpus=8",
+    "rollout.tensor_parallel_size=2",
+]
+
+
+def test_plan_for_hardware_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.dispatch([*LAYOUT, "--cluster", "4x8xH100-80G"]) == 0
+    text = capsys.readouterr().out
+    assert "dp 3/4 pp 1/2 tp 1/2" in text
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
+    assert ["train", "8", "dp 0/4 pp 1/2 tp 0/2", "node-1", "GPU 0", "100%", "12"] in rows
+    assert ["rollout", "3", "dp 3/4", "node-2", "GPU 6,7", "100%", "24"] in rows
+    assert "Memory of each of 16 GPUs of train (H100), 80 GiB, estimated" in text
+    assert cli.dispatch([*LAYOUT, "--cluster=1x8xH100-80G"]) == 2
+    error = capsys.readouterr().err
+    assert "no room for `train`: 24 GPUs are asked for, and there are 8" in error
+    assert ["node-0", "8"] in [line.split() for line in error.splitlines()]
+
+
+def test_a_large_plan_is_shown_a_row_a_node(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", "algorithm=grpo", "placement=separate", "train.gpus=256", "rollout.gpus=8", "data.size=9"]
+    argv += ["algorithm.global_batch_size=256", "--cluster", "33x8xH100-80G"]
+    assert cli.dispatch(argv) == 0
+    text = capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
+    assert ["train", "248-255", "dp 248-255/256", "node-31", "GPU 0-7", "100%", "12"] in rows
+
+
+def test_plan_for_machines(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    assert cli.dispatch([*LAYOUT, "--cluster", "4x8xH100-80G", "-o", str(file)]) == 0
+    plan = json.loads(file.read_text())
+    assert (plan["version"], plan["device"], plan["groups"]) == (1, "cuda", [["train"], ["rollout"], ["orm"]])
+    assert plan["cluster"][3]["gpu_memory"] == 80 * 2**30
+    train = plan["roles"]["train"]
+    assert (train["count"], train["mesh"]) == (16, {"dp": 4, "pp": 2, "tp": 2, "cp": 1, "ep": 1})
+    assert train["target"] == "roles.train.megatron.MegatronTrain"
+    assert train["slots"][9] == {
+        "rank": 9,
+        "node": "node-1",
+        "device": "cuda",
+        "device_ids": [1],
+        "share": 1.0,
+        "cores": 12.0,
+        "threads": 12,
+        "mesh": {"dp": 0, "pp": 1, "tp": 1, "cp": 0},
+    }
+    assert [len(bundles) for bundles in plan["bundles"]] == [16, 8, 0]
+    assert plan["arithmetic"]["samples_per_generation"] == 64
+    assert plan["arithmetic"]["rows_per_rank"] == [16, 16]
+    needs = {tuple(need["roles"]): need for need in plan["memory"]["devices"]}
+    assert needs["train",]["phases"]["train"]["train"].keys() == {"weights", "gradients", "optimizer", "activations"}
+    assert plan["memory"]["unknown"] == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--cluster"], "--cluster needs a value, as in --cluster 2x8xH100-80G"),
+        (["--cluster", "-o", "x"], "--cluster needs a value"),
+        (["-o"], "-o needs a value, as in -o plan.json"),
+        (["-o", "a", "-o=b"], "-o is given twice"),
+        (["--cluster", "1x16"], "the kind of devices is missing"),
+        (["-o", "/nowhere/plan.json"], "-o /nowhere/plan.json: the plan cannot be written there: No such file"),
+    ],
+)
+def test_options_of_a_plan(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.dispatch(["plan", "algorithm=grpo", "placement.device=cpu", *words]) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_a_run_takes_the_machines_it_finds(runs: list[RunConfig], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.dispatch(["run", "algorithm=sft", "--cluster=1x8xH100"]) == 2
+    assert "--cluster is for `rolegraph plan`" in capsys.readouterr().err
+    assert runs == []
 
 
 @pytest.mark.parametrize("words", [["--multirun"], ["--cfg", "job"], ["--config-path", "somewhere"]])

@@ -1,0 +1,108 @@
+"""How a step's samples divide over prompts, replicas, ranks and micro-batches: numbers, and sentences about them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rolegraph.config.schema import RunConfig
+from rolegraph.placement import Plan
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The numbers of one run; null where a run has no such thing."""
+
+    rows_per_step: int
+    """Samples, or dataset rows, of an optimizer step."""
+    steps: int | None
+    """Optimizer steps of the run; null: one pass over the dataset."""
+    samples_per_prompt: int | None = None
+    prompts_per_generation: int | None = None
+    samples_per_generation: int | None = None
+    steps_per_generation: int | None = None
+    times_gone_over: int | None = None
+    samples_per_replica: float | None = None
+    """Of a generation, on average."""
+    data_parallel: int | None = None
+    rows_per_rank: tuple[int, int] | None = None
+    """Fewest and most rows of a data-parallel rank in a step."""
+    rows_per_micro_batch: int | None = None
+    tokens_per_micro_batch: int | None = None
+    micro_batches: int | None = None
+    """Of a rank and step, where rows alone decide."""
+
+
+def batches(run: RunConfig, placed: Plan) -> Batches | None:
+    """The batch arithmetic of a run; null for an algorithm without a global batch."""
+    options = run.algorithm.config
+    size = getattr(options, "global_batch_size", None)
+    if size is None:
+        return None
+    found: dict[str, object] = {"rows_per_step": size, "steps": run.max_steps}
+    if (group := getattr(options, "num_generations", None)) is not None:
+        steps = getattr(options, "steps_per_generation", 1)
+        samples = size * steps
+        found |= {
+            "samples_per_prompt": group,
+            "prompts_per_generation": samples // group,
+            "samples_per_generation": samples,
+            "steps_per_generation": steps,
+            "times_gone_over": getattr(options, "num_iterations", 1),
+        }
+        if replicas := len(placed.roles.get("rollout", ())):
+            found["samples_per_replica"] = samples / replicas
+    if train := placed.roles.get("train"):
+        ranks = train[0].mesh.dp
+        low, rest = divmod(size, ranks)
+        config = run.roles["train"].config
+        most = getattr(config, "rows_per_micro_batch", None) or getattr(config, "micro_batch_size", None)
+        found |= {
+            "data_parallel": ranks,
+            "rows_per_rank": (low, low + (rest > 0)),
+            "rows_per_micro_batch": most,
+            "tokens_per_micro_batch": getattr(config, "max_tokens_per_micro_batch", None),
+            "micro_batches": math.ceil((low + (rest > 0)) / most) if most else None,
+        }
+    return Batches(**found)  # type: ignore[arg-type]
+
+
+def sentences(run: RunConfig, placed: Plan) -> Iterator[tuple[str, str]]:
+    """The same for people: names and sentences."""
+    found = batches(run, placed)
+    if found is None:
+        return
+    if found.samples_per_prompt is not None:
+        prompts, group, samples = found.prompts_per_generation, found.samples_per_prompt, found.samples_per_generation
+        yield "a generation", f"{prompts} prompts x {group} samples = {samples} samples"
+        steps, rounds = found.steps_per_generation or 1, found.times_gone_over or 1
+        over = f", gone over {rounds} times" if rounds > 1 else ""
+        yield (
+            "is trained on in",
+            f"{steps} optimizer step{'s' if steps > 1 else ''} of {found.rows_per_step} samples{over}",
+        )
+        if found.samples_per_replica is not None:
+            yield "a rollout replica", f"samples about {found.samples_per_replica:g} of them"
+    else:
+        yield "a step", f"{found.rows_per_step} rows"
+    yield from _of_a_rank(found)
+    if found.steps is None:
+        yield "in all", "one pass over the dataset (max_steps=null)"
+    else:
+        what = "rows" if found.samples_per_prompt is None else "samples"
+        yield "in all", f"{found.steps} steps, {found.steps * found.rows_per_step} {what}"
+
+
+def _of_a_rank(found: Batches) -> Iterator[tuple[str, str]]:
+    if found.rows_per_rank is None:
+        return
+    (low, most), ranks = found.rows_per_rank, found.data_parallel
+    rows = f"{low} rows" if low == most else f"{low} or {most} rows ({found.rows_per_step} does not divide by {ranks})"
+    yield "a data-parallel rank", f"of {ranks}, trains {rows} a step"
+    count, tokens = found.micro_batches, found.tokens_per_micro_batch
+    if count:
+        text = f"{count} micro-batch{'es' if count > 1 else ''} a rank of at most {found.rows_per_micro_batch} rows"
+        yield "in", text + (f" and {tokens} tokens, more where rows are long" if tokens else "")
+    elif tokens:
+        yield "in", f"micro-batches of at most {tokens} tokens, {most} at most"

@@ -1,0 +1,212 @@
+"""How much memory a device needs in each phase of a step: an estimate, from sizes alone.
+
+Everything is in bytes a device. `w` is the width of the compute type (2 for bfloat16, 4 for float32); t, p, c, e, d are
+the tensor-, pipeline-, context-, expert- and data-parallel sizes, s is t with sequence parallelism and 1 without.
+
+A trainer's rank holds, with P parameters of its stage (layers / p, matrices / t, experts / e; the embedding, its
+vocabulary padded to a multiple of t, on the first stage; the head, or a copy of the tied embedding, on the last):
+
+    weights      w P
+    gradients    4 P                              float32
+    optimizer    (8 + (4 if w = 2)) P / shards    two moments, and float32 weights beside bfloat16 ones; shards = d c
+                                                  (t c d / e for experts) with a distributed optimizer, else 1
+    reference    w P                              where reference weights are kept
+    activations  w T (L A + 2 A + 2 h / s) + min(budget, 4 T V / t)
+
+T is the tokens of a micro-batch / c; L the layers of the stage times the micro-batches it has in flight (p - stage in
+the 1F1B schedule, no more than there are); A the elements that a layer keeps of a token for the backward pass:
+
+    A = 4 h / s + (2 q + 2 k + n) / t + 3 f / t
+
+for hidden size h, query width q, key width k (and as much for values), n = q + k where queries and keys are normed, and
+MLP width f; with experts the last term is m (h + 3 f) for m experts a token. Inputs and outputs of both norms; query,
+key, value and the attention's output (its matrix of scores is never kept); both halves of the gated MLP and what goes
+into its last matrix. It is the counting of Korthikanti et al. 2022 (arXiv 2205.05198) for this kind of layer. 2 A are
+the layer whose gradient is being computed. The last stage keeps at most `budget` bytes of softmax, the rest comes anew.
+With full recomputation A shrinks to h / s for all but one layer. A forward pass alone keeps nothing: 2 A for L A.
+
+An engine's rank holds its weights (matrices and experts / t), a KV cache of 2 w layers max(k / t, one head) a token,
+and room for a step's widest layer and for the logits of all samples, w B (4 h + (2 q + 2 k + 3 f) / t) + 8 N V, for B
+tokens a step and N samples. The cache takes what the engine's share of the device leaves; where that is not known, the
+estimate is N sequences of full length.
+
+Left out: CUDA's contexts (about half a GiB a process), buffers of collectives, the gaps of allocators. `USABLE` of a
+device is kept for the roles, the rest for those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rolegraph.models.architecture import Architecture
+
+USABLE = 0.9
+"""Of a GPU's memory, all that roles take together."""
+HEAD_BUDGET = 512 * 2**20
+"""Bytes of softmax that the trainer's last stage keeps between forward and backward."""
+FULL_PRECISION = 4
+Parts = Mapping[str, int]
+"""Bytes of each part of a role's memory: weights, gradients, optimizer, reference, kv_cache, activations, workspace."""
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """What the memory of a trainer's rank depends on."""
+
+    model: Architecture
+    width: int
+    """Bytes of a weight and of an activation."""
+    tokens: int
+    """Of a micro-batch."""
+    micro_batches: int = 1
+    """A rank's micro-batches of a step."""
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    data: int = 1
+    vocabulary_multiple: int = 1
+    """The padded vocabulary divides by it."""
+    sequence_parallel: bool = False
+    distributed_optimizer: bool = True
+    reference: bool = False
+    recompute: bool = False
+
+    def parameters(self, stage: int) -> tuple[int, int]:
+        """Parameters on a rank of a pipeline stage: all but experts, and experts."""
+        model = self.model
+        layers = model.num_hidden_layers // self.pipeline
+        dense, experts = layers * model.layer_dense_parameters(self.tensor), 0
+        if model.num_experts:
+            experts = layers * model.layer_expert_parameters(self.expert)
+        embedding = self.padded_vocabulary // self.tensor * model.hidden_size
+        last = self.pipeline - 1
+        if stage == 0:
+            dense += embedding
+        if stage == last:
+            dense += model.hidden_size
+            # A tied head is the embedding where both are on one stage, and a copy where not.
+            dense += embedding if last or not model.tie_word_embeddings else 0
+        return dense, experts
+
+    @property
+    def padded_vocabulary(self) -> int:
+        """Rows of the embedding over all tensor-parallel ranks."""
+        multiple = self.vocabulary_multiple
+        return -(-self.model.vocab_size // multiple) * multiple
+
+    def state(self, stage: int) -> dict[str, int]:
+        """What a rank of the stage holds between two steps."""
+        dense, experts = self.parameters(stage)
+        each = 8 + (0 if self.width == FULL_PRECISION else 4)
+        shards = self.data * self.context if self.distributed_optimizer else 1
+        expert_shards = max(self.tensor * self.context * self.data // self.expert, 1) if shards > 1 else 1
+        found = {
+            "weights": self.width * (dense + experts),
+            "gradients": 4 * (dense + experts),
+            "optimizer": each * dense // shards + each * experts // expert_shards,
+        }
+        if self.reference:
+            found["reference"] = self.width * (dense + experts)
+        return found
+
+    def layer(self) -> float:
+        """Elements that a layer keeps of a token for its backward pass."""
+        model, tensor = self.model, self.tensor
+        query, key = model.query_size, model.kv_size
+        attention = 2 * query + 2 * key + (query + key if model.qk_norm else 0)
+        inner = 3 * model.intermediate_size
+        mlp = model.num_experts_per_tok * (model.hidden_size + inner) if model.num_experts else inner / tensor
+        return 4 * self._hidden() + attention / tensor + mlp
+
+    def _hidden(self) -> float:
+        return self.model.hidden_size / (self.tensor if self.sequence_parallel else 1)
+
+    def activations(self, stage: int, *, backward: bool = True) -> int:
+        """Bytes of a rank's activations at their peak, with a backward pass to come or without."""
+        tokens, each = self.tokens / self.context, self.layer()
+        last = self.pipeline - 1
+        kept = 0.0
+        if backward:
+            in_flight = min(self.pipeline - stage, max(self.micro_batches, 1))
+            layers = self.model.num_hidden_layers // self.pipeline * in_flight
+            kept = layers * (self._hidden() if self.recompute else each)
+        total = self.width * tokens * (kept + 2 * each + 2 * self._hidden())
+        if stage == last:
+            total += min(HEAD_BUDGET, 4 * tokens * self.padded_vocabulary / self.tensor)
+        return round(total)
+
+    def largest_stage(self) -> int:
+        """The pipeline stage whose ranks need the most memory in a training step."""
+        return max(range(self.pipeline), key=lambda stage: sum(self.state(stage).values()) + self.activations(stage))
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What the memory of one device of an engine depends on."""
+
+    model: Architecture
+    width: int
+    max_len: int
+    """Tokens of a sequence."""
+    max_seqs: int
+    """Sequences that are advanced at once."""
+    batch_tokens: int
+    """Most tokens of one engine step."""
+    tensor: int = 1
+    share_bytes: int | None = None
+    """Memory of the device that the engine fills; null where it is not known."""
+    cache_bytes: int | None = None
+    """Size of the KV cache where it is given."""
+
+    def weights(self) -> int:
+        """Bytes of the weights on one device."""
+        model = self.model
+        vocabulary = -(-model.vocab_size // (64 * self.tensor)) * 64
+        layer = model.layer_dense_parameters(self.tensor) + model.layer_expert_parameters() // self.tensor
+        outside = vocabulary * model.hidden_size * (1 if model.tie_word_embeddings else 2) + model.hidden_size
+        return self.width * (outside + model.num_hidden_layers * layer)
+
+    def sequence(self) -> int:
+        """Bytes of the KV cache of one sequence of full length, on one device."""
+        heads = max(self.model.num_key_value_heads // self.tensor, 1)
+        return 2 * self.width * self.model.num_hidden_layers * heads * self.model.head_dim * self.max_len
+
+    def workspace(self) -> int:
+        """Bytes of the widest layer of a step, and of the logits of all samples."""
+        model = self.model
+        inner = model.intermediate_size * (model.num_experts_per_tok if model.num_experts else 1)
+        layer = 4 * model.hidden_size + (2 * model.query_size + 2 * model.kv_size + 3 * inner) / self.tensor
+        return round(self.width * self.batch_tokens * layer + 8 * self.max_seqs * model.vocab_size)
+
+    def parts(self) -> dict[str, int]:
+        """All of it; the cache takes what the share leaves, at least 0."""
+        found = {"weights": self.weights(), "workspace": self.workspace()}
+        cache = self.cache_bytes
+        if cache is None:
+            full = self.max_seqs * self.sequence()
+            cache = full if self.share_bytes is None else max(self.share_bytes - sum(found.values()), 0)
+        return {**found, "kv_cache": cache}
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A whole model that only computes forward, its layers spread over `pipeline` devices."""
+
+    model: Architecture
+    width: int
+    tokens: int
+    """In one forward pass."""
+    pipeline: int = 1
+
+    def parts(self) -> dict[str, int]:
+        """Weights, and what one layer and the states around it take."""
+        one = Trainer(self.model, self.width, self.tokens)
+        return {
+            "weights": self.width * self.model.parameters // self.pipeline,
+            "activations": one.activations(0, backward=False),
+        }
+
+
+Holder = Trainer | Engine | Copy

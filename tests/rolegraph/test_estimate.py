@@ -1,0 +1,234 @@
+"""The memory estimate of whole runs: its phases, what leaves a device meanwhile, and the keys that warnings name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rolegraph.config import load
+from rolegraph.config.schema import RunConfig
+from rolegraph.estimate import DeviceNeed, Estimate, PhaseNeed, estimate, size
+from rolegraph.placement import Inventory, Plan, plan, requests
+from rolegraph.placement.clusters import GIB, cluster
+
+SIZES = {
+    "model_type": "qwen3",
+    "vocab_size": 151_936,
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40_960,
+    "tie_word_embeddings": False,
+}
+"""Qwen3 8B."""
+PARAMETERS = 8_190_735_360
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> list[str]:
+    (tmp_path / "config.json").write_text(json.dumps(SIZES))
+    return ["algorithm=grpo", "model=hf", f"model.path={tmp_path}"]
+
+
+def estimated(overrides: list[str], nodes: str, **placement: object) -> tuple[RunConfig, Plan, Estimate]:
+    """A run on made-up hardware."""
+    run = load(overrides).run
+    for name, value in placement.items():
+        object.__setattr__(run.placement, name, value)
+    inventory: Inventory = cluster(nodes)
+    placed = plan(inventory, requests(run.roles), run.placement)
+    return run, placed, estimate(run, placed, inventory)
+
+
+def phase(need: DeviceNeed, name: str) -> PhaseNeed:
+    return next(phase for phase in need.phases if phase.name == name)
+
+
+def part(need: DeviceNeed, name: str, role: str, part: str) -> int | None:
+    return next((use.bytes for use in phase(need, name).uses if (use.role, use.part) == (role, part)), None)
+
+
+def test_separate_roles_have_their_own_phases(model: list[str]) -> None:
+    _, _, found = estimated([*model, "placement=separate", "train.gpus=8", "rollout.gpus=8"], "2x8xH100-80G")
+    train, rollout = found.needs
+    assert [phase.name for phase in train.phases] == ["train", "sync"]
+    assert [phase.name for phase in rollout.phases] == ["generate", "sync"]
+    assert part(train, "train", "train", "weights") == 2 * PARAMETERS + 2 * 2 * 4096 * (-151_936 % 128)
+    assert part(train, "train", "train", "optimizer") == 12 * PARAMETERS // 8
+    assert part(train, "sync", "train", "activations") is None
+    assert phase(rollout, "generate").total == round(0.9 * 80 * GIB)
+    assert (train.capacity, train.usable) == (80 * GIB, 72 * GIB)
+    assert found.unknown == {}
+
+
+def test_phases_follow_from_the_algorithm(model: list[str]) -> None:
+    overrides = [*model, "placement=colocate", "algorithm.beta=0.1", "algorithm.num_iterations=2", "train.gpus=8"]
+    (need,) = estimated(overrides, "1x8xH100-80G")[2].needs
+    assert [phase.name for phase in need.phases] == ["generate", "logprobs", "ref_logprobs", "train", "sync"]
+    assert part(need, "train", "train", "reference") == part(need, "train", "train", "weights")
+    forward, backward = part(need, "logprobs", "train", "activations"), part(need, "train", "train", "activations")
+    assert forward is not None
+    assert backward is not None
+    assert forward < backward / 5
+
+
+def test_what_steps_aside_is_not_there(model: list[str]) -> None:
+    overrides = [*model, "placement=colocate", "train.gpus=8"]
+    (stay,) = estimated(overrides, "1x8xH100-80G")[2].needs
+    assert part(stay, "generate", "train", "optimizer") is not None
+    assert part(stay, "train", "rollout", "kv_cache") is not None
+    turns = {"offload_model": True, "offload_optimizer": True, "sleep_level": 1}
+    _, placed, found = estimated(overrides, "1x8xH100-80G", **turns)
+    (need,) = found.needs
+    assert {use.role for use in phase(need, "generate").uses} == {"rollout"}
+    assert {use.role for use in phase(need, "train").uses} == {"train"}
+    assert {(use.role, use.part) for use in phase(need, "sync").uses} == {
+        ("train", "weights"), ("train", "gradients"), ("rollout", "weights"),
+    }  # fmt: skip
+    assert placed.roles["rollout"][0].share == 1.0
+    assert phase(need, "generate").total == round(0.9 * 80 * GIB)
+    (need,) = estimated(overrides, "1x8xH100-80G", offload_optimizer=True)[2].needs
+    assert part(need, "generate", "train", "optimizer") is None
+    assert part(need, "generate", "train", "weights") is not None
+
+
+def test_a_separate_role_never_steps_aside(model: list[str]) -> None:
+    overrides = [*model, "placement=separate", "train.gpus=4", "rollout.gpus=4"]
+    train, rollout = estimated(overrides, "1x8xH100-80G", offload_model=True, sleep_level=2)[2].needs
+    assert part(train, "sync", "train", "optimizer") is not None
+    assert part(rollout, "sync", "rollout", "kv_cache") is not None
+
+
+@pytest.mark.parametrize(
+    ("extra", "nodes", "expected"),
+    [
+        (["placement=colocate", "train.gpus=8"], "1x8xH100-80G", ["placement.offload_model=true"]),
+        (
+            ["placement=separate", "train.gpus=4", "rollout.gpus=4", "train.use_distributed_optimizer=false"],
+            "1x8xH100-80G",
+            ["train optimizer, 91.5 GiB: set train.use_distributed_optimizer=true"],
+        ),
+        (
+            ["placement=separate", "train.gpus=4", "rollout.gpus=4"],
+            "1x8xA100-40G",
+            ["raise train.tensor_model_parallel_size (1) or train.pipeline_model_parallel_size (1)"],
+        ),
+        (
+            ["placement=separate", "train.gpus=16", "rollout.gpus=8", "algorithm.max_completion_length=8192"],
+            "3x8xH200-141G",
+            ["train activations, 161 GiB: lower train.micro_batch_size (4)"],
+        ),
+        (
+            [
+                "placement=separate",
+                "train.gpus=16",
+                "rollout.gpus=8",
+                "train.max_tokens_per_micro_batch=40000",
+                "algorithm.max_completion_length=16384",
+                "algorithm.global_batch_size=128",
+            ],
+            "3x8xH200-141G",
+            ["lower train.max_tokens_per_micro_batch (40000) to about"],
+        ),
+        (
+            [
+                "placement=separate",
+                "train.gpus=16",
+                "rollout.gpus=8",
+                "train.micro_batch_size=1",
+                "algorithm.max_completion_length=32768",
+            ],
+            "3x8xH200-141G",
+            ["set train.megatron={recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}"],
+        ),
+        (
+            ["placement=separate", "train.gpus=8", "rollout.gpus=8"],
+            "1x8xH200-141G,1x8xL4-16G",
+            ["rollout: its share of 14.4 GiB leaves no KV cache for one sample", "raise rollout.tensor_parallel_size"],
+        ),
+        (
+            ["placement=separate", "train.gpus=8", "rollout.gpus=8", "rollout.kv_cache_bytes=99000000000"],
+            "2x8xH200-141G",
+            ["rollout kv cache, 92.2 GiB: lower rollout.kv_cache_bytes (99000000000)"],
+        ),
+    ],
+)
+def test_warnings_name_the_key(model: list[str], extra: list[str], nodes: str, expected: list[str]) -> None:
+    found = estimated([*model, *extra], nodes)[2]
+    warnings = "\n".join(line for need in found.needs for line in need.warnings)
+    if "kv_cache_bytes=99" in " ".join(extra):
+        # Fits alone, and no longer beside a cache that does not know of the rest.
+        assert warnings == ""
+        found = estimated([*model, *extra], "2x8xH100-80G")[2]
+        warnings = "\n".join(line for need in found.needs for line in need.warnings)
+    for text in expected:
+        assert text in warnings
+
+
+def test_what_a_warning_advises_helps(model: list[str]) -> None:
+    base = [*model, "placement=separate", "train.gpus=16", "rollout.gpus=8", "algorithm.max_completion_length=16384"]
+    base += ["algorithm.global_batch_size=128"]
+    tokens = 40_000
+    (warning, *_) = (
+        estimated([*base, f"train.max_tokens_per_micro_batch={tokens}"], "3x8xH200-141G")[2].needs[0].warnings
+    )
+    advised = int(warning.partition("to about ")[2].split(";")[0])
+    assert tokens / 8 < advised < tokens
+    need = estimated([*base, f"train.max_tokens_per_micro_batch={advised}"], "3x8xH200-141G")[2].needs[0]
+    assert need.warnings == ()
+    assert phase(need, "train").total == pytest.approx(need.usable, rel=0.02)
+
+
+def test_nothing_is_compared_with_a_memory_that_is_not_known(model: list[str]) -> None:
+    overrides = [*model, "placement=colocate", "train.gpus=8"]
+    (need,) = estimated(overrides, "1x8xH100")[2].needs
+    assert (need.capacity, need.usable, need.warnings, need.notes) == (None, None, (), ())
+    # 256 sequences of 320 tokens, 144 KiB a token.
+    assert part(need, "generate", "rollout", "kv_cache") == 256 * 320 * 144 * 1024
+
+
+def test_the_smallest_device_counts(model: list[str]) -> None:
+    overrides = [*model, "placement=separate", "train.gpus=16", "rollout.gpus=8"]
+    train, _ = estimated(overrides, "1x8xH100-80G,1x8xA100-40G,1x8xL4-24G")[2].needs
+    assert train.capacity == 40 * GIB
+    assert train.where == "each of 16 GPUs of train (H100, A100)"
+
+
+def test_samples_that_wait_are_a_note(model: list[str]) -> None:
+    overrides = [
+        *model,
+        "placement=separate",
+        "train.gpus=8",
+        "rollout.gpus=8",
+        "algorithm.max_completion_length=30000",
+    ]
+    rollout = estimated(overrides, "2x8xH100-80G")[2].needs[1]
+    (note,) = rollout.notes
+    assert "samples of the full 30064 tokens, more wait inside the engine (rollout.max_num_seqs=256)" in note
+
+
+def test_on_cpus_all_ranks_of_a_machine_count() -> None:
+    overrides = ["algorithm=grpo", "placement=colocate", "train.ranks=2", "rollout.replicas=2"]
+    (need,) = estimated(overrides, "2xcpu2-8G")[2].needs
+    assert need.where == "each of 2 machines with train, rollout"
+    (double,) = estimated(overrides, "1xcpu4-8G")[2].needs
+    assert part(double, "train", "train", "weights") == 2 * part(need, "train", "train", "weights")
+    assert part(double, "train", "rollout", "weights") is not None, "on CPUs nothing steps aside"
+
+
+def test_a_model_that_is_not_here_has_no_estimate() -> None:
+    overrides = ["algorithm=grpo", "model=hf", "model.path=owner/nowhere", "train.gpus=4", "rollout.gpus=4"]
+    _, _, found = estimated(overrides, "1x8xH100-80G")
+    assert found.needs == ()
+    assert found.unknown["train"] == "owner/nowhere is not on this machine yet"
+
+
+def test_sizes_for_people() -> None:
+    assert [size(n) for n in (0, 2**20, 300 * 2**20, 3 * GIB, 2000 * GIB)] == [
+        "0 MiB", "1 MiB", "0.293 GiB", "3 GiB", "2,000 GiB",
+    ]  # fmt: skip
