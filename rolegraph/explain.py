@@ -34,6 +34,8 @@ def print_config(source: Composed, *, package: str | None = None, resolved: bool
     print(OmegaConf.to_yaml(shown) if OmegaConf.is_config(shown) else shown, end="")
 
 
+PIPED_WIDTH = 120
+"""Columns of what goes to a file or a pipe, which have no width of their own."""
 FEW_SLOTS = 128
 """A role with more ranks is shown a row a node."""
 
@@ -48,6 +50,8 @@ def print_plan(
     inventory = inventory or this_machine()
     placed = plan(inventory, requests(run.roles), run.placement)
     console = console or Console(soft_wrap=True)
+    if not console.is_terminal:
+        console.width = max(console.width, PIPED_WIDTH)
     console.print(_slots_table(placed))
     for group in placed.groups:
         if len(group) > 1:
@@ -70,7 +74,7 @@ def _slots_table(placed: Plan) -> Table:
     table = Table(title="Placement", title_justify="left")
     for column in ("role", "rank", "mesh", "node", "device", "share", "threads"):
         right = column in ("rank", "share", "threads")
-        table.add_column(column, justify="right" if right else "left", no_wrap=column == "mesh")
+        table.add_column(column, justify="right" if right else "left", overflow="fold")
     for slots in placed.roles.values():
         rows = [[slot] for slot in slots]
         if len(slots) > FEW_SLOTS:

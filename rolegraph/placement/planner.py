@@ -152,17 +152,19 @@ def _place_on_gpus(
         }
     blocks = [math.lcm(*(request.block for request in group)) for group in groups]
     in_order = list(range(len(groups)))
-    found: Slots = {}
+    tried: list[dict[int, list[tuple[str, int]]]] = []
     # Small groups in front can leave no node with room for a large block behind them.
     for order in (in_order, sorted(in_order, key=lambda at: -blocks[at])):
         free = {node.name: node.gpus for node in inventory.nodes}
-        found = {}
-        for at in order:
-            if (taken := _take(free, groups[at][0].devices, blocks[at])) is not None:
-                found |= _on_devices(groups[at], taken, placement)
-        if all(request.role in found for group in groups for request in group):
-            break
-    return found
+        taken = {at: _take(free, groups[at][0].devices, blocks[at]) for at in order}
+        tried.append({at: devices for at, devices in taken.items() if devices is not None})
+    # Where neither has room for all, the order of the config says who is left out.
+    best = next((found for found in tried if len(found) == len(groups)), tried[0])
+    return {
+        role: slots
+        for at, devices in best.items()
+        for role, slots in _on_devices(groups[at], devices, placement).items()
+    }
 
 
 def _take(free: dict[str, tuple[int, ...]], count: int, block: int) -> list[tuple[str, int]] | None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from rolegraph.errors import PlanError
 from rolegraph.placement import Inventory, Node, PlacementConfig, Plan, RoleRequest, plan
+from rolegraph.placement.clusters import cluster
 
 LAPTOP = Inventory((Node("laptop", cpus=2),))
 BOX = Inventory((Node("box", gpus=(0, 1, 2, 3), cpus=16),))
@@ -232,6 +233,24 @@ def test_an_engine_that_is_data_parallel_inside_counts_all_its_devices() -> None
     assert devices(placed, "sampler") == [("box", (0, 1, 2, 3))]
     with pytest.raises(PlanError, match=r"sampler\.gpus=2 does not divide by the model-parallel size 4"):
         plan(BOX, [RoleRequest("sampler", is_spmd=False, gpus=2, tensor=2, data=2)], APART)
+
+
+def test_a_layout_of_32_gpus_with_a_teacher() -> None:
+    requests = [
+        train(gpus=16, tensor=4, pipeline=2),
+        rollout(gpus=8, tensor=2),
+        RoleRequest("teacher", gpus=8, tensor=4, is_spmd=False),
+        ORM,
+    ]
+    placed = plan(cluster("4x8xH100-80G"), requests, APART)
+    assert devices(placed, "train") == [(f"node-{rank // 8}", (rank % 8,)) for rank in range(16)]
+    assert devices(placed, "rollout") == [("node-2", (first, first + 1)) for first in (0, 2, 4, 6)]
+    assert devices(placed, "teacher") == [("node-3", (0, 1, 2, 3)), ("node-3", (4, 5, 6, 7))]
+    # The ranks of a tensor-parallel group follow each other; stages are whole nodes.
+    assert {slot.mesh.pp_rank for slot in placed.roles["train"] if slot.node == "node-1"} == {1}
+    assert {slot.share for slots in placed.roles.values() for slot in slots} == {1.0}
+    with pytest.raises(PlanError, match=r"no room for `teacher`: 32 GPUs are asked for, and there are 24"):
+        plan(cluster("3x8xH100-80G"), requests, APART)
 
 
 def test_ranks_count_in_megatrons_order() -> None:
