@@ -97,14 +97,36 @@ def estimate(run: RunConfig, plan: Plan, inventory: Inventory, *, fetch_s: float
 def _holder(run: RunConfig, role: str, sizes: Architecture, slots: Sequence[Slot], inventory: Inventory) -> Holder:
     config, on_gpu = run.roles[role].config, slots[0].device == "cuda"
     width = FULL_PRECISION if config.dtype == "float32" or (config.dtype == "auto" and not on_gpu) else 2
-    if hasattr(config, "tensor_model_parallel_size") and hasattr(config, "use_distributed_optimizer"):
+    if _has(config, TRAINER_KEYS):
         return _trainer(run, config, sizes, slots[0], width)
     longest = context_length(run) or run.data.max_length
-    if hasattr(config, "tensor_parallel_size"):
+    if _has(config, ENGINE_KEYS):
         memory = _least([node.gpu_memory if on_gpu else node.memory for node in _nodes(inventory, slots)])
         return _engine(config, sizes, slots[0], width, longest, memory)
     tokens = max(getattr(config, "max_tokens_per_micro_batch", 0) or 0, longest)
     return Copy(sizes, width, tokens, getattr(config, "pipeline_model_parallel_size", 1))
+
+
+TRAINER_KEYS = (
+    "tensor_model_parallel_size",
+    "uses_sequence_parallel",
+    "use_distributed_optimizer",
+    "reference",
+    "megatron",
+)
+"""Attributes of a config by which a role counts as a trainer here; the ones of an engine follow, others are copies."""
+ENGINE_KEYS = (
+    "tensor_parallel_size",
+    "max_model_len",
+    "max_num_seqs",
+    "gpu_memory_utilization",
+    "kv_cache_bytes",
+    "engine_kwargs",
+)
+
+
+def _has(config: Any, keys: Sequence[str]) -> bool:
+    return all(hasattr(config, key) for key in keys)
 
 
 def _trainer(run: RunConfig, config: Any, sizes: Architecture, slot: Slot, width: int) -> Trainer:

@@ -12,6 +12,7 @@ from rolegraph.config.schema import RunConfig
 from rolegraph.estimate import DeviceNeed, Estimate, PhaseNeed, estimate, size
 from rolegraph.placement import Inventory, Plan, plan, requests
 from rolegraph.placement.clusters import GIB, cluster
+from tests.rolegraph.config.conftest import Folder, user  # noqa: F401 - a fixture
 
 SIZES = {
     "model_type": "qwen3",
@@ -226,6 +227,47 @@ def test_a_model_that_is_not_here_has_no_estimate() -> None:
     _, _, found = estimated(overrides, "1x8xH100-80G")
     assert found.needs == ()
     assert found.unknown["train"] == "owner/nowhere is not on this machine yet"
+
+
+def test_a_run_without_responses(model: list[str]) -> None:
+    overrides = ["algorithm=sft", *model[1:], "data.max_length=2000", "algorithm.global_batch_size=16", "train.gpus=8"]
+    (need,) = estimated(overrides, "1x8xH100-80G")[2].needs
+    assert [phase.name for phase in need.phases] == ["train"]
+    short = [*overrides, "data.max_length=1000"]
+    (half,) = estimated(short, "1x8xH100-80G")[2].needs
+    whole, less = part(need, "train", "train", "activations"), part(half, "train", "train", "activations")
+    assert whole is not None
+    assert less is not None
+    # Two rows a rank; the head keeps the same 512 MiB of either.
+    assert whole - 2**29 == pytest.approx(2 * (less - 2**29), abs=2)
+
+
+def test_a_role_of_a_users_own_is_a_copy_of_its_model(user: Folder, model: list[str]) -> None:  # noqa: F811
+    user.write(
+        "rolegraph_own_role.py",
+        """
+        from dataclasses import dataclass
+        from rolegraph.interfaces import RolloutRole
+
+        @dataclass(frozen=True, kw_only=True)
+        class OwnConfig:
+            replicas: int | None = None
+            gpus: int | None = None
+            tensor_parallel_size: int = 1
+            model: str | None = None
+            dtype: str = "auto"
+
+        class Own(RolloutRole):
+            Config = OwnConfig
+        """,
+    )
+    user.write("rollout/own.yaml", "_target_: rolegraph_own_role.Own\n")
+    overrides = [*model, "placement=separate", "rollout=own", "train.gpus=4", "rollout.gpus=2"]
+    run = load(overrides, config_dir=str(user)).run
+    inventory = cluster("1x8xH100-80G")
+    needs = estimate(run, plan(inventory, requests(run.roles), run.placement), inventory).needs
+    assert part(needs[1], "generate", "rollout", "weights") == 2 * PARAMETERS
+    assert part(needs[1], "generate", "rollout", "kv_cache") is None
 
 
 def test_sizes_for_people() -> None:
