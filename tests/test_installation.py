@@ -92,6 +92,9 @@ def test_what_failed_is_said_last_and_stops_nothing(tmp_path: Path) -> None:
     (tmp_path / ".installed-cpu").touch()
     done = make("test", f"VENV={tmp_path}")
     assert done.returncode == 2
-    assert "make test: failed: 'mypy'" in done.stdout.splitlines()[-2:]
+    assert "make test: failed; mypy" in done.stdout.splitlines()[-2:]
     ran = (tmp_path / "ran").read_text().splitlines()
-    assert ran == ["ruff check .", "ruff format --check .", "mypy ", "python -m pytest --durations=15"]
+    assert ran[:3] == ["ruff check .", "ruff format --check .", "mypy "]
+    assert re.fullmatch(r"python -m pytest -n 2 .* -m not engine and not ray and not slow --durations=\d+", ran[3])
+    assert re.fullmatch(r"python -m pytest -m engine or ray or slow --durations=\d+", ran[4])
+    assert len(ran) == 5
