@@ -56,22 +56,20 @@ WRONG = """
 """
 
 
-def mypy(tmp_path: Path, program: str) -> list[str]:
-    path = tmp_path / "driver.py"
-    path.write_text(program)
-    command = [sys.executable, "-m", "mypy", "--strict", "--config-file", str(ROOT / "pyproject.toml"), str(path)]
-    run = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, "MYPYPATH": str(ROOT)}
-    )
-    assert run.returncode in (0, 1), run.stdout + run.stderr
-    return [line for line in run.stdout.splitlines() if ": error:" in line]
-
-
 @pytest.mark.slow
 def test_mypy_finds_just_the_three_errors_of_a_driver_program(tmp_path: Path) -> None:
-    assert mypy(tmp_path, RIGHT) == []
-    found = mypy(tmp_path, RIGHT + WRONG)
+    right, wrong = tmp_path / "right.py", tmp_path / "wrong.py"
+    right.write_text(RIGHT)
+    wrong.write_text(RIGHT + WRONG)
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file", str(ROOT / "pyproject.toml")]
+    done = subprocess.run(
+        [*command, str(right), str(wrong)],
+        cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, "MYPYPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    found = [line for line in done.stdout.splitlines() if ": error:" in line]
     assert len(found) == 3, found
+    assert all(line.partition(":")[0].endswith("wrong.py") for line in found), found
     assert 'has no attribute "generat"; maybe "generate"?' in found[0]
     assert 'has incompatible type "int"; expected "SamplingParams"' in found[1]
     assert 'expression has type "Batch", variable has type "int"' in found[2]
