@@ -115,8 +115,10 @@ def _plan(words: list[str]) -> int:
     from rolegraph.placement import this_machine
     from rolegraph.placement.clusters import cluster
 
-    inventory = cluster(given["--cluster"]) if "--cluster" in given else this_machine()
-    run = load(args.overrides, config_dir=args.config_dir, config_name=args.config_name or "config").run
+    elsewhere = "--cluster" in given
+    inventory = cluster(given["--cluster"]) if elsewhere else this_machine()
+    name = args.config_name or "config"
+    run = load(args.overrides, config_dir=args.config_dir, config_name=name, elsewhere=elsewhere).run
     placed, estimate = print_plan(run, inventory, fetch_s=FETCH_S)
     if "-o" in given:
         from rolegraph.plan_file import write_plan

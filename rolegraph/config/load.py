@@ -28,12 +28,21 @@ class Loaded:
     choices: Mapping[str, Any]
 
 
-def load(overrides: Sequence[str] = (), *, config_dir: str | None = None, config_name: str = CONFIG_NAME) -> Loaded:
+def load(
+    overrides: Sequence[str] = (),
+    *,
+    config_dir: str | None = None,
+    config_name: str = CONFIG_NAME,
+    elsewhere: bool = False,
+) -> Loaded:
     """Compose and check a run from overrides as a user types them.
+
+    `elsewhere`: for other machines than this one, so that what is installed here does not matter.
 
     Raises ConfigError with every fault at once, each with its key, its origin and what to type.
     """
-    return check(composed(overrides, config_dir=config_dir, config_name=config_name), config_dir=config_dir)
+    source = composed(overrides, config_dir=config_dir, config_name=config_name)
+    return check(source, config_dir=config_dir, elsewhere=elsewhere)
 
 
 def load_job(
@@ -67,7 +76,7 @@ def filled(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {key: node if key in known else fill_target(node) for key, node in full.items()}
 
 
-def check(source: Composed, *, config_dir: str | None = None) -> Loaded:
+def check(source: Composed, *, config_dir: str | None = None, elsewhere: bool = False) -> Loaded:
     """Check a composed tree and derive what is left open."""
     problems: list[Problem] = []
     tree = rules.refuse_later_work(source.tree, problems)
@@ -83,7 +92,7 @@ def check(source: Composed, *, config_dir: str | None = None) -> Loaded:
     if root and algorithm and all(roles.values()):
         run = _run(root, algorithm, {role: spec for role, spec in roles.items() if spec}, config_dir)
         run = replace(run, tree=resolved)
-        problems += [Problem((), text) for text in rules.broken(run)]
+        problems += [Problem((), text) for text in rules.broken(run, elsewhere=elsewhere)]
         if not problems:
             return Loaded(rules.derive(run), full, source.choices)
     raise ConfigError(report(problems, source.origins))

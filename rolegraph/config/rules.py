@@ -58,10 +58,11 @@ def _rest(what: str) -> str:
     return f", {what.split('; ')[1]}" if ";" in what else ""
 
 
-def broken(run: RunConfig) -> Iterator[str]:
-    """A sentence for every rule the run breaks."""
+def broken(run: RunConfig, *, elsewhere: bool = False) -> Iterator[str]:
+    """A sentence for every rule the run breaks; `elsewhere`: it is planned for other machines than this one."""
     for rule in RULES:
-        yield from rule(run)
+        if not (elsewhere and rule in ABOUT_THIS_INSTALLATION):
+            yield from rule(run)
     for spec in (run.algorithm, *run.roles.values()):
         if hasattr(spec.config, "check"):
             yield from spec.config.check(run)
@@ -270,6 +271,9 @@ def one_process_suffices(run: RunConfig) -> Iterator[str]:
                 "or leave device_groups out"
             )
 
+
+ABOUT_THIS_INSTALLATION = (context_parallelism_works,)
+"""Rules that ask what is installed here."""
 
 RULES: list[Callable[[RunConfig], Iterator[str]]] = [
     roles_take_part,

@@ -42,6 +42,8 @@ def test_context_parallelism_without_transformer_engine(user: Folder, monkeypatc
     monkeypatch.setattr(importlib.util, "find_spec", missing)
     message = faults(user, "train.context_parallel_size=2", "train.ranks=2")
     assert "train.context_parallel_size=2 needs Transformer Engine" in message
+    # What is installed here says nothing about the machines a plan is made for.
+    load(["algorithm=mine", "train.context_parallel_size=2"], config_dir=str(user), elsewhere=True)
 
 
 def test_padding_free_with_tensor_parallelism(user: Folder) -> None:
