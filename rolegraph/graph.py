@@ -67,7 +67,9 @@ class RoleGraph:
         options: GraphOptions | None = None,
         *,
         on_call: OnCall | None = None,
+        reservation: Reservation | None = None,
     ) -> None:
+        """`reservation`: one that holds the devices of the roles already, and goes on to when the graph stops."""
         if odd := set(plan.roles) ^ set(roles):
             raise RoleGraphError(f"plan and roles differ in: {', '.join(sorted(odd))}")
         self.plan = plan
@@ -78,6 +80,7 @@ class RoleGraph:
         self.startup: dict[str, float] = {}
         """Seconds from the start of the graph until each role was ready."""
         self._cluster: Cluster | None = None
+        self._lent = reservation
         self._reservation: Reservation | None = None
         self._launched: list[Member] = []
         self._old_sigterm: Any = None
@@ -104,8 +107,10 @@ class RoleGraph:
                 self._cluster = Cluster.connect(cores)
             self._catch_sigterm()  # After Ray, which has a handler of its own.
             if self.options.use_ray:
-                self._reservation = Reservation(self.plan)
-                await self._reservation.take(self.options.timeout_s)
+                self._reservation = self._lent
+                if self._reservation is None:
+                    self._reservation = Reservation(self.plan)
+                    await self._reservation.take(self.options.timeout_s)
             launches = [asyncio.ensure_future(self._start_role(role, began)) for role in self.plan.roles]
             try:
                 groups = await asyncio.gather(*launches)
@@ -230,7 +235,7 @@ class RoleGraph:
             for member in launched:
                 member.kill()
             reservation, self._reservation = self._reservation, None
-            if reservation is not None:
+            if reservation is not None and reservation is not self._lent:
                 reservation.release()
             cluster, self._cluster = self._cluster, None
             if cluster is not None:
