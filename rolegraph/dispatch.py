@@ -210,7 +210,10 @@ def empty_result(endpoint: AnyEndpoint, args: tuple[Any, ...], kwargs: dict[str,
                 f"{endpoint.name}() was given no rows, and its collect function makes nothing of no results ({error!r})"
             ) from error
     batch = next((value for value in (*args, *kwargs.values()) if isinstance(value, Batch)), None)
-    return _empty(return_type(endpoint), Batch.from_columns({}) if batch is None else batch.slice(0, 0))
+    kind = return_type(endpoint)
+    if kind is None:  # without annotation: what was cut
+        return [] if batch is None else batch.slice(0, 0)
+    return _empty(kind, Batch.from_columns({}) if batch is None else batch.slice(0, 0))
 
 
 def return_type(endpoint: AnyEndpoint) -> Any:

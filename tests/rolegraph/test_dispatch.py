@@ -40,6 +40,10 @@ class Sample(Role):
     def pair(self, x: list[int]) -> tuple[Batch, list[int]]:
         raise NotImplementedError
 
+    @endpoint(dispatch="slice", collect="flatten")
+    def bare(self, x):  # type: ignore[no-untyped-def]
+        return x
+
     @endpoint(dispatch="slice", collect=nothing)
     def counted(self, x: list[int]) -> int:
         return 0
@@ -191,6 +195,8 @@ def test_empty_results_have_the_right_type() -> None:
     assert batch.column_names == ["uid", "length"]
     assert items == []
     assert len(empty_result(Sample.dp, (), {"batch": empty})) == 0
+    assert empty_result(Sample.bare, ([],), {}) == [], "without annotation: what was cut"
+    assert empty_result(Sample.bare, (empty,), {}).column_names == ["uid", "length"]
 
 
 def test_heavy_results_are_known_from_the_annotation() -> None:
