@@ -105,7 +105,9 @@ class _Guard:
 
 def _own_traceback(error: BaseException) -> str:
     """The traceback from the role's code on, without the frames that lead to it."""
-    ours = {str(Path(__file__).with_name(name)) for name in ("host.py", "role.py", "actor.py", "member.py")}
+    ours = {
+        str(Path(__file__).with_name(name)) for name in ("host.py", "role.py", "actor.py", "member.py", "decorators.py")
+    }
     here = error.__traceback__
     while here is not None and here.tb_next is not None and here.tb_frame.f_code.co_filename in ours:
         here = here.tb_next

@@ -95,8 +95,8 @@ class DeviceGroups:
         ]
         return DeviceGroups(tuple(named), self.nproc_per_node, self.key)
 
-    def strangers(self, roles: Sequence[str]) -> Iterator[str]:
-        """A sentence for each worker that is no role of a run, or stands for one that is named as well."""
+    def strangers(self, roles: Sequence[str], what: str = "run") -> Iterator[str]:
+        """A sentence for each worker that is no role of a run (or program), or stands for one that is named as well."""
         named = self.for_roles(roles)
         seen: dict[str, str] = {}
         for group in named.groups:
@@ -110,7 +110,7 @@ class DeviceGroups:
                 if worker in roles:
                     continue
                 listed = ", ".join(roles)
-                if worker == DEFAULT:
+                if worker == DEFAULT and what == "run":
                     yield (
                         f"{self.key_of(group)} names the worker `{DEFAULT}`, which stands for the train role of a "
                         f"plain pt or sft run: name the roles of this run, {listed}"
@@ -118,7 +118,7 @@ class DeviceGroups:
                     continue
                 close = difflib.get_close_matches(worker, roles, n=1, cutoff=0.5)
                 hint = f"did you mean {close[0]}?" if close else f"its roles are {listed}"
-                yield f"{self.key_of(group)} names the worker `{worker}`, which takes no part in this run; {hint}"
+                yield f"{self.key_of(group)} names the worker `{worker}`, which takes no part in this {what}; {hint}"
 
 
 class _Reader:
