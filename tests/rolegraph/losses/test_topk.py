@@ -66,7 +66,7 @@ def test_gradcheck(beta: float, mode: TopkMode) -> None:
     )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=40, derandomize=True)
 @given(
     seed=st.integers(0, 2**20),
     beta=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
@@ -91,7 +91,7 @@ def test_k_of_the_whole_vocabulary_is_the_full_divergence(
     torch.testing.assert_close(*gradients, atol=1e-11, rtol=1e-9)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=40, derandomize=True)
 @given(
     seed=st.integers(0, 2**20),
     beta=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
@@ -112,7 +112,8 @@ def test_never_negative_below_the_full_divergence_and_zero_for_equal_ones(
         # Putting tokens together into one bin loses information, never adds any.
         assert (found <= generalized_jsd(student, teacher, beta=beta) * (1 + 1e-5) + 2e-4).all()
     equal = topk_divergence(teacher, ids, logprobs, beta=beta, mode=mode)
-    torch.testing.assert_close(equal, torch.zeros(6), atol=5e-6, rtol=0)
+    # The least mass of a tail, 1.2e-7, times its log against a student that leaves e^-60.
+    torch.testing.assert_close(equal, torch.zeros(6), atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("mode", MODES)
