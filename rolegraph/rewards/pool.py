@@ -19,11 +19,12 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from rolegraph.errors import RewardError
 from rolegraph.interfaces import FAULT_REASONS
+from rolegraph.parcel import local_path
 from rolegraph.rewards.config import FunctionSpec, RewardConfig
 from rolegraph.rewards.nursery import Nursery, Worker
 from rolegraph.rewards.registry import Wants
@@ -135,6 +136,7 @@ class VerifierPool:
     """
 
     def __init__(self, config: RewardConfig, workers: int = 1) -> None:
+        config = replace(config, external_plugins=[local_path(plugin) for plugin in config.external_plugins])
         if problems := config.problems():
             raise RewardError("\n".join(problems))
         self.functions: tuple[FunctionSpec, ...] = config.functions()
