@@ -9,7 +9,7 @@ import importlib
 import sys
 import time
 
-BENCHMARKS = ("core", "planning", "overlap", "logprob", "divergence", "train_step", "grpo", "quickstart")
+BENCHMARKS = ("core", "planning", "overlap", "logprob", "divergence", "train_step", "grpo", "quickstart", "startup")
 
 
 def main(names: list[str]) -> None:
