@@ -11,7 +11,9 @@ from typing import Any
 
 import ray
 
-from rolegraph.host import Host, RoleSpec, end_children, forward_sys_path, free_port
+from rolegraph.host import Host, RoleSpec, end_children, forward_sys_path, free_port, tail, torch_env
+from rolegraph.member import Place
+from rolegraph.parcel import local_path, unpack
 from rolegraph.role import Endpoint, Role, RoleContext, endpoints
 from rolegraph.transit import Payload, decode_arguments, encode_result
 
@@ -29,6 +31,8 @@ class Launch:
     env: dict[str, str]
     sys_path: list[str]
     log_file: str | None = None
+    code: ray.ObjectRef[Any] | None = None
+    """Folders of the user's code (`parcel.Folder`), where ranks run on nodes that may lack them."""
 
 
 class RoleHost:
@@ -39,20 +43,23 @@ class RoleHost:
             _log_to(Path(launch.log_file))
         # Ray hides all GPUs from actors that reserve none; here the placement group's bundle has reserved them.
         os.environ.update(launch.env)
-        forward_sys_path(launch.sys_path)
+        if launch.code is not None:
+            unpack(ray.get(launch.code))
+        forward_sys_path([local_path(path) for path in launch.sys_path])
         self._launch = launch
         self._host = Host(launch.context)
         self._with_heavy: dict[str, bool] = {}
 
     @ray.method(concurrency_group="control")
-    def locate(self) -> tuple[str, int]:
-        """IP address of this node, and a port that is free there now."""
-        return ray.util.get_node_ip_address(), free_port()
+    def locate(self) -> Place:
+        """Where this actor came to be."""
+        return Place(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), free_port())
 
     @ray.method(concurrency_group="main")
     def start(self, context: RoleContext) -> float:
         """Import the role, build it and set it up; returns seconds."""
         self._host.context = context
+        os.environ.update(torch_env(context))
         return self._host.start(self._make)
 
     def _make(self) -> Role:
@@ -78,6 +85,11 @@ class RoleHost:
     def metrics(self) -> dict[str, Any]:
         """Memory, and what runs now; see `Host.metrics`."""
         return self._host.metrics()
+
+    @ray.method(concurrency_group="control")
+    def where(self) -> tuple[str, str]:
+        """The stack of what runs now, and the end of this process's log."""
+        return self._host.stack(), tail(self._launch.log_file)
 
     @ray.method(concurrency_group="main")
     def stop(self) -> None:

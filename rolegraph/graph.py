@@ -10,17 +10,19 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
-from rolegraph.cluster import Cluster, Reservation
+from rolegraph.cluster import Cluster
 from rolegraph.errors import PlanError, RoleError, RoleGraphError
 from rolegraph.group import OnCall, RoleGroup, refuse_in_loop, run_sync, watch
-from rolegraph.host import RoleSpec
-from rolegraph.member import LocalMember, Member, RayMember
+from rolegraph.host import RoleSpec, free_port, tail, torch_env
+from rolegraph.member import LocalMember, Member, Place, RayMember
+from rolegraph.parcel import imported_from, pack
 from rolegraph.placement import Plan, Slot
+from rolegraph.reservation import Reservation
 from rolegraph.role import Role, RoleContext
 
 R = TypeVar("R", bound=Role)
@@ -29,6 +31,8 @@ PORT_ATTEMPTS = 3
 """Launches of a role whose rendezvous port another process took first."""
 SPIN_COUNT = "20000"
 """Rounds that an OpenMP thread waits awake: about half a millisecond."""
+WATCH_EVERY_S = 1.0
+"""Between two looks at which nodes are there, while roles start."""
 TEARDOWN_S = 3.0
 """Seconds that roles get to tear down; what is not done by then is killed."""
 
@@ -49,8 +53,16 @@ class GraphOptions:
     """false runs every role in this process; one rank each."""
     timeout_s: float = 30.0
     """Seconds to wait for devices."""
+    setup_timeout_s: float | None = None
+    """Seconds from the start of a role's processes until all are set up; null waits as long as needed."""
     python_path: tuple[str, ...] = ()
     """Folders that actors can import from, beside those of this process."""
+    code: tuple[str, ...] = ()
+    """More folders that user code is imported from, plugins' for one; nodes that lack them get their Python files."""
+    ship_code: bool = True
+    """Whether to copy the user's code to nodes that do not have it."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of the processes of all roles."""
 
 
 class RoleGraph:
@@ -82,8 +94,11 @@ class RoleGraph:
         self._cluster: Cluster | None = None
         self._lent = reservation
         self._reservation: Reservation | None = None
+        self._code: Any = None
+        self._shipped: list[str] = []
         self._launched: list[Member] = []
         self._old_sigterm: Any = None
+        self._old_env: dict[str, str | None] = {}
 
     def handle(self, role: str, kind: type[R]) -> R:
         """The typed handle of a role: `kind` is its class or a base of it."""
@@ -109,14 +124,19 @@ class RoleGraph:
             if self.options.use_ray:
                 self._reservation = self._lent
                 if self._reservation is None:
-                    self._reservation = Reservation(self.plan)
+                    self._reservation = Reservation(self.plan, self.options.exp_name)
                     await self._reservation.take(self.options.timeout_s)
+                self._ship_code()
             launches = [asyncio.ensure_future(self._start_role(role, began)) for role in self.plan.roles]
+            started: asyncio.Future[Any] = asyncio.gather(*launches)
+            watcher: asyncio.Future[Any] = asyncio.ensure_future(self._watch_nodes())
             try:
-                groups = await asyncio.gather(*launches)
+                await asyncio.wait([started, watcher], return_when=asyncio.FIRST_COMPLETED)
+                groups = await (started if started.done() else watcher)
             finally:
-                for launch in launches:
-                    launch.cancel()
+                # When one role has failed the others still run.
+                for task in (started, watcher, *launches):
+                    task.cancel()
             self.groups = dict(zip(self.plan.roles, groups, strict=True))
         except BaseException:
             await self._free(teardown=False)
@@ -140,8 +160,7 @@ class RoleGraph:
                 on_call=self.on_call,
             )
             try:
-                await self._meet(group)
-                await group.start()
+                await self._set_up(group)
             except RoleError as error:
                 if "address already in use" not in error.message.lower() or attempt == PORT_ATTEMPTS:
                     raise
@@ -153,14 +172,63 @@ class RoleGraph:
             return group
         raise AssertionError("the loop returns or raises")
 
-    async def _meet(self, group: RoleGroup[Any]) -> None:
-        """Tell every rank the address and a free port of rank 0's node."""
-        members = [member for member in group.members if isinstance(member, RayMember)]
-        places = await group.together([member.locate() for member in members], "setup")
-        for member, (node, _) in zip(members, places, strict=True):
-            member.settle(node=node, master_addr=places[0][0], master_port=places[0][1])
+    def _ship_code(self) -> None:
+        """Put the user's folders into the object store, where some rank is on another node than this program."""
+        import ray
 
-    def _context(self, role: str, slot: Slot, device_ids: tuple[int, ...]) -> RoleContext:
+        here = ray.get_runtime_context().get_node_id()
+        reservation = cast(Reservation, self._reservation)
+        if self.options.ship_code and any(node.id != here for node in reservation.nodes.values()):
+            folders = pack(self.options.python_path, [*self.options.code, *imported_from()])
+            self._code, self._shipped = ray.put(folders), [folder.path for folder in folders]
+
+    async def _set_up(self, group: RoleGroup[Any]) -> None:
+        """Introduce the ranks to each other and set them up, within the time that a role gets for it."""
+        limit = self.options.setup_timeout_s
+        try:
+            async with asyncio.timeout(limit):
+                await self._meet(group)
+                await group.start()
+        except TimeoutError:
+            message = (
+                f"it is not set up after placement.setup_timeout_s={limit:g} seconds (null waits as long as needed)"
+            )
+            raise await group.explain_slow_start(message) from None
+
+    def still_starting(self) -> list[str]:
+        """The roles that are not ready, each with the last line of its log where that can be read from here."""
+        found = []
+        for role in self.plan.roles:
+            if role in self.startup:
+                continue
+            logs = [tail(member.log_file, 1) for member in self._launched if member.context.role == role]
+            last = next((log.splitlines()[-1] for log in logs if log.startswith("End of")), "")
+            found.append(role + (f" (its log ends: {last.strip()[:120]})" if last.strip() else ""))
+        return found
+
+    async def _watch_nodes(self) -> None:
+        """Raise when a node leaves while roles start: an actor that waits for a place there would wait for ever."""
+        while True:
+            await asyncio.sleep(WATCH_EVERY_S)
+            if self._reservation is not None:
+                self._reservation.raise_for_lost_nodes()
+
+    async def _meet(self, group: RoleGroup[Any]) -> None:
+        """Tell every rank where it is, and the address and a free port of rank 0's node."""
+        members = [member for member in group.members if isinstance(member, RayMember)]
+        places: list[Place] = await group.together([member.locate() for member in members], "setup")
+        nodes = [place.node_id for place in places]
+        for rank, (member, place) in enumerate(zip(members, places, strict=True)):
+            member.settle(
+                node=cast(Reservation, self._reservation).node_name(place.node_id, place.address),
+                address=place.address,
+                local_rank=nodes[:rank].count(place.node_id),
+                local_world_size=nodes.count(place.node_id),
+                master_addr=places[0].address,
+                master_port=places[0].port,
+            )
+
+    def _context(self, role: str, slot: Slot, device_ids: tuple[str, ...]) -> RoleContext:
         options = self.options
         return RoleContext(
             role=role,
@@ -169,6 +237,7 @@ class RoleGraph:
             mesh=slot.mesh,
             device=slot.device,
             device_ids=device_ids,
+            node=slot.node,
             threads=slot.threads,
             seed=options.seed,
             deterministic=options.deterministic,
@@ -184,14 +253,19 @@ class RoleGraph:
         spec, reservation = self.roles[role], cast(Reservation, self._reservation)
         pickled = cloudpickle.dumps(spec)
         make = actor_class(spec.role_class)
-        sys_path = [*self.options.python_path, *(str(Path(path).resolve()) for path in sys.path)]
+        sys_path = [*self.options.python_path, *(str(Path(path).resolve()) for path in sys.path), *self._shipped]
         members: list[Member] = []
         for slot in slots:
             seat = reservation.seat(slot)
             context = self._context(role, slot, seat.device_ids)
             log_file = str(Path(self.options.run_dir, "logs", f"{role}-{slot.rank}.log").resolve())
-            env = {**process_env(slot, seat.device_ids), **spec.role_class.environment, **spec.env}
-            launch = Launch(pickled, context, env, sys_path, log_file)
+            env = {
+                **process_env(slot, seat.device_ids),
+                **spec.role_class.environment,
+                **self.options.env,
+                **spec.env,
+            }
+            launch = Launch(pickled, context, env, sys_path, log_file, self._code)
             name = f"{self.options.exp_name}/{role}/{slot.rank}" + (f" try {attempt}" if attempt > 1 else "")
             try:
                 actor = make.options(name=name, namespace="rolegraph", **seat.options).remote(launch)
@@ -202,7 +276,7 @@ class RoleGraph:
                     f"a run named {self.options.exp_name!r} is on this cluster already: give this one another "
                     "ray_exp_name"
                 ) from error
-            members.append(RayMember(actor, context, log_file))
+            members.append(RayMember(actor, context, log_file, reservation.lost_message))
         return members
 
     def _local_members(self, role: str, slots: tuple[Slot, ...], attempt: int) -> list[Member]:
@@ -211,8 +285,24 @@ class RoleGraph:
                 f"use_ray=false runs every role in this process, one rank each, and {role} has {len(slots)}: "
                 "set use_ray=true, or one rank"
             )
-        os.environ.update(self.roles[role].env)
-        return [LocalMember(self.roles[role], self._context(role, slots[0], slots[0].device_ids))]
+        device_ids = tuple(map(str, slots[0].device_ids))
+        context = replace(self._context(role, slots[0], device_ids), master_port=free_port())
+        self._set_env({**torch_env(context), **self.options.env, **self.roles[role].env})
+        return [LocalMember(self.roles[role], context)]
+
+    def _set_env(self, env: Mapping[str, str]) -> None:
+        """Change this process's environment until the graph stops."""
+        for name, value in env.items():
+            self._old_env.setdefault(name, os.environ.get(name))
+            os.environ[name] = value
+
+    def _restore_env(self) -> None:
+        old, self._old_env = self._old_env, {}
+        for name, value in old.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
     async def _free(self, *, teardown: bool) -> None:
         """Everything that was started, in the reverse order; each step has its time, none stops the next."""
@@ -234,12 +324,14 @@ class RoleGraph:
         finally:
             for member in launched:
                 member.kill()
+            self._code = None
             reservation, self._reservation = self._reservation, None
             if reservation is not None and reservation is not self._lent:
                 reservation.release()
             cluster, self._cluster = self._cluster, None
             if cluster is not None:
                 cluster.stop()
+            self._restore_env()
             self._restore_sigterm()
 
     def _catch_sigterm(self) -> None:
@@ -272,7 +364,7 @@ class RoleGraph:
         run_sync(self.stop())
 
 
-def process_env(slot: Slot, device_ids: tuple[int, ...]) -> dict[str, str]:
+def process_env(slot: Slot, device_ids: tuple[str, ...]) -> dict[str, str]:
     """Environment of an actor's process: its devices, its threads, and idle threads that leave the cores to others.
 
     GNU OpenMP, which torch uses on CPUs, puts a thread without work to sleep at once when told to be passive; waking it
@@ -281,7 +373,7 @@ def process_env(slot: Slot, device_ids: tuple[int, ...]) -> dict[str, str]:
     """
     threads = str(slot.threads)
     return {
-        "CUDA_VISIBLE_DEVICES": ",".join(str(device) for device in device_ids),
+        "CUDA_VISIBLE_DEVICES": ",".join(device_ids),
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "OPENBLAS_NUM_THREADS": threads,

@@ -27,6 +27,7 @@ from rolegraph.dispatch import (
     scatter,
 )
 from rolegraph.errors import BatchError, RoleError, RoleGraphError
+from rolegraph.host import tail
 from rolegraph.member import Member, Sent, block
 from rolegraph.role import Mesh, Role, endpoints, make_handle
 
@@ -71,6 +72,7 @@ class RoleGroup(Generic[R]):
         self.on_call = on_call
         self.are_replicas = any(_is_queued(endpoint) for endpoint in endpoints(role_class).values())
         """Whether members work each by itself (they take rows from a queue), so that others go on when one dies."""
+        self._starting: list[Sent] = []
         self.handle: R = make_handle(role_class, self)
         self._in_flight: set[asyncio.Future[Any]] = set()
         """Calls of queues that members work on now."""
@@ -135,7 +137,30 @@ class RoleGroup(Generic[R]):
 
     async def start(self) -> float:
         """Set up every member side by side; returns the seconds of the slowest."""
-        return float(max(await self.together([member.start() for member in self.members], "setup")))
+        self._starting = [member.start() for member in self.members]
+        return float(max(await self.together(self._starting, "setup")))
+
+    def not_ready(self) -> list[Member]:
+        """Members that are not set up yet; all before `start`."""
+        if not self._starting:
+            return list(self.members)
+        return [member for member, sent in zip(self.members, self._starting, strict=True) if not sent.future.done()]
+
+    async def explain_slow_start(self, message: str, answer_s: float = 2.0) -> RoleError:
+        """An error about the first member that is not set up: where it is, where it hangs, and the end of its log."""
+        late = self.not_ready() or list(self.members)
+        first, others = late[0], [str(member.context.rank) for member in late[1:]]
+        asked = watch(first.where().future)
+        await asyncio.wait([asked], timeout=answer_s)
+        stack, log = ("", "") if not asked.done() or _failed(asked) else asked.result()
+        parts = [message + (f"; nor have ranks {', '.join(others)}" if others else ""), stack, log]
+        if not stack:
+            parts.append(tail(first.log_file) or "Its process does not answer")
+        context = first.context
+        text = "\n".join(part for part in parts if part)
+        return RoleError(
+            text, at=time.time(), role=context.role, rank=context.rank, node=context.node, endpoint="setup"
+        )
 
     async def stop(self) -> None:
         """Tear down every living member side by side."""

@@ -68,6 +68,16 @@ class Host:
         """A context that notes what runs and turns its exception into one `RoleError` with its traceback."""
         return _Guard(self, name)
 
+    def stack(self, frames: int = 6) -> str:
+        """Where the running endpoints are: the innermost frames of each thread that runs one."""
+        found, now = [], time.perf_counter()
+        current = sys._current_frames()
+        for ident, (name, since) in list(self.busy.items()):
+            if ident in current and ident != threading.get_ident():
+                found += [f"{name}() has run for {now - since:.0f} s and is at\n"]
+                found += traceback.format_stack(current[ident])[-frames:]
+        return "".join(found).rstrip()
+
     def metrics(self) -> dict[str, Any]:
         """Resident and peak memory in bytes of this process, and the running endpoints with their seconds so far."""
         now = time.perf_counter()
@@ -120,6 +130,30 @@ def _rss() -> int:
     except (OSError, ValueError):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return pages * resource.getpagesize()
+
+
+def torch_env(context: RoleContext) -> dict[str, str]:
+    """Environment that torch's launchers set.
+
+    A process on GPUs sees only its own, numbered from 0, and torch and transformers take LOCAL_RANK for the number of
+    the device to use: there it is 0 on every rank. `RoleContext.local_rank` tells ranks of a node apart.
+    """
+    return {
+        "RANK": str(context.rank),
+        "WORLD_SIZE": str(context.world_size),
+        "LOCAL_RANK": "0" if context.device == "cuda" else str(context.local_rank),
+        "LOCAL_WORLD_SIZE": str(context.local_world_size),
+        "MASTER_ADDR": context.master_addr,
+        "MASTER_PORT": str(context.master_port),
+    }
+
+
+def tail(path: str | None, lines: int = 15) -> str:
+    """The end of a log under a line that names it; empty where there is none."""
+    if path is None or not Path(path).exists():
+        return ""
+    last = Path(path).read_text(errors="replace").splitlines()[-lines:]
+    return "\n".join([f"End of {path}:", *last]) if last else f"Its log is {path}"
 
 
 def forward_sys_path(paths: list[str]) -> None:

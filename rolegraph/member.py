@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rolegraph.dispatch import AnyEndpoint, returns_batch
 from rolegraph.errors import RoleError
-from rolegraph.host import Host, RoleSpec
+from rolegraph.host import Host, RoleSpec, tail
 from rolegraph.role import RoleContext
 from rolegraph.transit import decode_result, encode_arguments
 
@@ -23,6 +23,17 @@ if TYPE_CHECKING:
 
 QUICK_S = 0.05
 """Seconds in which most calls end: until then they are waited for together, then one by one."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an actor came to be."""
+
+    node_id: str
+    address: str
+    """IP address of the node, at which other nodes reach it."""
+    port: int
+    """One that was free there a moment ago."""
 
 
 class Sent(Protocol):
@@ -102,6 +113,8 @@ class Member(Protocol):
 
     context: RoleContext
     alive: bool
+    log_file: str | None
+    """Where it logs, on its node; null for a role in this process."""
 
     def send(self, endpoint: AnyEndpoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sent:
         """Start a call."""
@@ -114,6 +127,9 @@ class Member(Protocol):
 
     def metrics(self) -> Sent:
         """Ask for memory and what runs now; answered while the main lane computes."""
+
+    def where(self) -> Sent:
+        """Ask for the stack of what runs and the end of the log, two texts; answered while the main lane computes."""
 
     def end_children(self) -> Sent:
         """Ask the member to kill its child processes."""
@@ -128,11 +144,20 @@ class Member(Protocol):
 class RayMember:
     """A Ray actor of `actor.RoleHost`."""
 
-    def __init__(self, actor: ActorHandle[Any], context: RoleContext, log_file: str | None = None) -> None:
+    def __init__(
+        self,
+        actor: ActorHandle[Any],
+        context: RoleContext,
+        log_file: str | None = None,
+        lost_nodes: Callable[[str | None], str | None] = lambda at: None,
+    ) -> None:
         self.context = context
         self.alive = True
         self.actor = actor
-        self._log_file = log_file
+        self.log_file = log_file
+        """On the actor's node."""
+        self._lost_nodes = lost_nodes
+        """Says which nodes of the run have left the cluster and who was on them, if the given one is among them."""
         self._methods: dict[AnyEndpoint, tuple[Callable[..., Any], bool]] = {}
 
     def send(self, endpoint: AnyEndpoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sent:
@@ -151,12 +176,12 @@ class RayMember:
         return (method.options(num_returns=2) if has_heavy else method).remote, has_heavy
 
     def locate(self) -> Sent:
-        """Ask for the node's address and a free port of it."""
+        """Ask for the actor's `Place`."""
         return RaySent(self.actor.locate.remote())
 
-    def settle(self, *, node: str, master_addr: str, master_port: int) -> None:
+    def settle(self, **known: Any) -> None:
         """Complete the context with what is known only once actors are placed."""
-        self.context = replace(self.context, node=node, master_addr=master_addr, master_port=master_port)
+        self.context = replace(self.context, **known)
 
     def start(self) -> Sent:
         """Start the role's setup."""
@@ -169,6 +194,10 @@ class RayMember:
     def metrics(self) -> Sent:
         """Ask for memory and what runs now."""
         return RaySent(self.actor.metrics.remote())
+
+    def where(self) -> Sent:
+        """Ask for the stack of what runs and the end of the log."""
+        return RaySent(self.actor.where.remote())
 
     def end_children(self) -> Sent:
         """Ask the actor to kill its child processes."""
@@ -188,21 +217,22 @@ class RayMember:
         cause = getattr(error, "cause", None) if isinstance(error, RayTaskError) else error
         if isinstance(cause, RoleError):
             return cause
+        lost, has_died = None, isinstance(cause, RayActorError)
+        with contextlib.suppress(Exception):  # a cluster that cannot be asked has another error to tell
+            lost = self._lost_nodes(self.context.node if has_died else None)
         if isinstance(cause, RayActorError):
             self.alive = False
-            message = f"the actor died: {_exit_detail(cause)}{self._log_tail()}"
+            message = f"the actor died: {lost or self._exit(cause)}"
         else:
             message = f"the call failed in Ray: {type(cause or error).__name__}: {cause or error}"
+            message = f"{lost}; {message}" if lost else message
         context = self.context
         return RoleError(
             message, at=time.time(), role=context.role, rank=context.rank, node=context.node, endpoint=endpoint
         )
 
-    def _log_tail(self, lines: int = 15) -> str:
-        if self._log_file is None or not Path(self._log_file).exists():
-            return ""
-        tail = Path(self._log_file).read_text(errors="replace").splitlines()[-lines:]
-        return "\n".join([f"\nEnd of {self._log_file}:", *tail]) if tail else f"\nIts log is {self._log_file}"
+    def _exit(self, error: Exception) -> str:
+        return "\n".join(part for part in (_exit_detail(error), tail(self.log_file)) if part)
 
 
 def _exit_detail(error: Exception) -> str:
@@ -212,12 +242,19 @@ def _exit_detail(error: Exception) -> str:
     return " ".join(keep)
 
 
+def _known(value: Any) -> LocalSent:
+    done: Future[Any] = Future()
+    done.set_result(value)
+    return LocalSent(done)
+
+
 class LocalMember:
     """A role in this process: its main lane is one thread, its control lane another."""
 
     def __init__(self, spec: RoleSpec, context: RoleContext) -> None:
         self.context = context
         self.alive = True
+        self.log_file: str | None = None
         self._spec = spec
         self._host = Host(context)
         self._lanes = {
@@ -245,11 +282,13 @@ class LocalMember:
         """Ask for memory and what runs now."""
         return LocalSent(self._lanes["control"].submit(self._host.metrics))
 
+    def where(self) -> Sent:
+        """The stack of what runs; what it prints is the driver's output."""
+        return _known((self._host.stack(), ""))
+
     def end_children(self) -> Sent:
         """Nothing to do: the process is the driver's."""
-        done: Future[Any] = Future()
-        done.set_result(None)
-        return LocalSent(done)
+        return _known(None)
 
     def kill(self) -> None:
         """Take no more calls; a thread that computes cannot be ended."""

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from rolegraph.arithmetic import batches
-from rolegraph.cluster import bundles_of
 from rolegraph.config import RunConfig
 from rolegraph.errors import ConfigError
 from rolegraph.estimate import DeviceNeed, Estimate
 from rolegraph.placement import Inventory, Plan, Slot
+from rolegraph.reservation import bundles_of
 
 VERSION = 1
 
@@ -48,10 +48,18 @@ def as_plain(run: RunConfig, plan: Plan, found: Estimate, inventory: Inventory) 
         "cluster": [asdict(node) for node in inventory.nodes],
         "groups": [list(group) for group in plan.groups],
         "roles": {role: _role(run.roles[role].target, slots) for role, slots in plan.roles.items()},
-        "bundles": [bundles_of(plan, group).resources for group in plan.groups],
+        "bundles": _bundles(plan),
         "arithmetic": None if arithmetic is None else asdict(arithmetic),
         "memory": {"devices": [_need(need) for need in found.needs], "unknown": dict(found.unknown)},
     }
+
+
+def _bundles(plan: Plan) -> list[list[dict[str, Any]]]:
+    found = bundles_of(plan)
+    by_group: list[list[dict[str, Any]]] = [[] for _ in plan.groups]
+    for group, node, resources in zip(found.groups, found.nodes, found.resources, strict=True):
+        by_group[group].append({**resources, "node": node})
+    return by_group
 
 
 def _role(target: str, slots: tuple[Slot, ...]) -> dict[str, Any]:

@@ -73,10 +73,16 @@ class RoleContext:
     world_size: int = 1
     mesh: Mesh = field(default_factory=Mesh)
     device: Literal["cpu", "cuda"] = "cpu"
-    device_ids: tuple[int, ...] = ()
-    """Physical devices of this actor; the process sees only these, numbered from 0."""
+    device_ids: tuple[str, ...] = ()
+    """Physical devices of this actor, numbers or UUIDs; the process sees only these, numbered from 0."""
     node: str = "127.0.0.1"
+    """What messages call the node: its address, with a part of its id where several nodes share that."""
+    address: str = "127.0.0.1"
     """IP address of the node."""
+    local_rank: int = 0
+    """This rank's place among the role's ranks on its node, in the order of the ranks."""
+    local_world_size: int = 1
+    """The role's ranks on this node."""
     threads: int = 1
     """Threads to compute with, to be set in the thread or process where the work runs."""
     master_addr: str = "127.0.0.1"

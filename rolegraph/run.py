@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import importlib
 import time
@@ -17,11 +18,13 @@ from rolegraph.algorithms.config import Needs
 from rolegraph.config.rules import settle
 from rolegraph.config.schema import RunConfig, Spec
 from rolegraph.data import Dataset
-from rolegraph.errors import ConfigError
+from rolegraph.errors import ConfigError, PlanError
 from rolegraph.graph import GraphOptions, RoleGraph
 from rolegraph.host import RoleSpec
 from rolegraph.models import ensure
-from rolegraph.placement import Inventory, Plan, plan, requests, this_machine
+from rolegraph.parcel import code_folder
+from rolegraph.placement import Plan, plan, requests, this_machine
+from rolegraph.placement.environment import as_environment
 from rolegraph.role import Role
 from rolegraph.telemetry import Telemetry
 from rolegraph.telemetry.report import write_report
@@ -76,8 +79,7 @@ async def _run(config: RunConfig, run_dir: Path) -> None:
         stack.callback(telemetry.close)
         model_path = await asyncio.to_thread(ensure, config.model)
         config = config.with_model_path(model_path)
-        inventory = await asyncio.to_thread(_connect, config, stack)
-        placed = plan(inventory, requests(config.roles), config.placement)
+        placed = await asyncio.to_thread(_place, config, stack)
         config = settle(config, placed)
         telemetry.timeline.place({role: len(slots) for role, slots in placed.roles.items()})
         graph = _graph(config, placed, run_dir, algorithm_class, telemetry)
@@ -86,8 +88,8 @@ async def _run(config: RunConfig, run_dir: Path) -> None:
         stack.callback(telemetry.finish_samples)
         for line in dataset.report.lines():
             telemetry.event(line)
-        slow = ", ".join(f"{role} {seconds:.0f} s" for role, seconds in graph.startup.items())
-        telemetry.event(f"roles ready after {time.monotonic() - started:.0f} s ({slow})")
+        slow = ", ".join(f"{role} {seconds:.1f} s" for role, seconds in graph.startup.items())
+        telemetry.event(f"roles ready after {time.monotonic() - started:.1f} s ({slow})")
         run = Run(config, dataset, telemetry, _weight_sync(config, placed, graph), TurnTaker(Turns(placed.groups)))
         algorithm = algorithm_class(config.algorithm.config, run)
         for name in algorithm_class.roles():
@@ -102,7 +104,7 @@ async def _side_by_side(graph: RoleGraph, load: Coroutine[Any, Any, Dataset], te
     async def remind() -> None:
         while True:
             await asyncio.sleep(REMIND_EVERY_S)
-            waiting = [role for role in graph.plan.roles if role not in graph.startup]
+            waiting = graph.still_starting()
             telemetry.event(f"still starting after {telemetry.elapsed}: {', '.join(waiting) or 'reading the data'}")
 
     reminder = asyncio.create_task(remind())
@@ -147,22 +149,50 @@ def _graph(
         deterministic=config.deterministic,
         use_ray=config.use_ray,
         timeout_s=config.placement.timeout_s,
+        setup_timeout_s=config.placement.setup_timeout_s,
+        env=as_environment(config.placement.env),
+        code=plugin_folders(config),
+        ship_code=config.placement.ship_code,
         python_path=config.python_path,
     )
+    # Before what is shipped is looked for: the roles' modules are imported here.
     kinds = {role: kind for role, (kind, _) in algorithm.roles().items()}
     specs = {role: _role_spec(role, spec, kinds[role]) for role, spec in config.roles.items()}
     return RoleGraph(placed, specs, options, on_call=telemetry.timeline.call)
 
 
-def _connect(config: RunConfig, stack: AsyncExitStack) -> Inventory:
-    """Start or join Ray; what there is to place roles on."""
+def plugin_folders(config: RunConfig) -> tuple[str, ...]:
+    """Folders of reward plugins and of reward functions named by import path: only the actors import these."""
+    rewards = [getattr(spec.config, "reward", None) for spec in config.roles.values()]
+    names = []
+    for reward in filter(None, [config.reward, *rewards]):
+        names += [*reward.external_plugins, *(spec.target.rpartition(".")[0] for spec in reward.functions())]
+    return tuple(dict.fromkeys(folder for name in names if name and (folder := code_folder(name)) is not None))
+
+
+def _place(config: RunConfig, stack: AsyncExitStack) -> Plan:
+    """Start or join Ray, and place the roles on what there is.
+
+    On a cluster that others use too, on what is free now; where that is not enough, on all of it, to wait for it.
+    """
+    asked = requests(config.roles)
     if not config.use_ray:
-        return this_machine()
-    from rolegraph.cluster import Cluster, cluster_inventory
+        return plan(this_machine(), asked, config.placement)
+    from rolegraph.cluster import Cluster
+    from rolegraph.nodes import cluster_inventory
 
     cluster = Cluster.connect(this_machine().cpus)
     stack.callback(cluster.stop)
-    return cluster_inventory() if cluster.is_joined else this_machine()
+    if not cluster.is_joined:
+        return plan(this_machine(), asked, config.placement)
+    whole, placement = cluster_inventory(), config.placement
+    if whole.gpus and placement.device == "auto":
+        # A cluster whose GPUs are all taken is no cluster without GPUs.
+        placement = dataclasses.replace(placement, device="gpu")
+    if placement.device_groups is None:  # these count the cluster's devices, whoever holds them
+        with contextlib.suppress(PlanError):
+            return plan(cluster_inventory(free=True), asked, placement)
+    return plan(whole, asked, placement)
 
 
 async def _load(config: RunConfig, model_path: str) -> Dataset:

@@ -24,10 +24,11 @@ from rolegraph.placement.option import OPTION, parse_option, take_option
 from rolegraph.role import Mesh
 
 if TYPE_CHECKING:
-    from rolegraph.cluster import Cluster, Reservation
+    from rolegraph.cluster import Cluster
     from rolegraph.dispatch import AnyEndpoint
     from rolegraph.graph import RoleGraph
     from rolegraph.group import RoleGroup
+    from rolegraph.reservation import Reservation
 
 _declared: set[str] = set()
 """The groups of all decorated classes of this process."""
@@ -165,14 +166,16 @@ class Session:
         atexit.register(self.close)
 
     async def _reserve(self) -> None:
-        from rolegraph.cluster import Cluster, Reservation, cluster_inventory
+        from rolegraph.cluster import Cluster
+        from rolegraph.nodes import cluster_inventory
+        from rolegraph.reservation import Reservation
 
         assert self.named is not None
         self._cluster = Cluster.connect(this_machine().cpus)
         inventory = cluster_inventory() if self._cluster.is_joined else this_machine()
         requests = [RoleRequest(worker) for worker in self.named.workers()]
         self._plan = plan(inventory, requests, PlacementConfig(device_groups=self.named, timeout_s=self.timeout_s))
-        self._reservation = Reservation(self._plan)
+        self._reservation = Reservation(self._plan, self.exp_name)
         await self._reservation.take(self.timeout_s)
 
     def claim(self, worker: str, groups: Sequence[str]) -> None:

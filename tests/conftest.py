@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from ray.cluster_utils import Cluster
 
 # Before torch, Ray or vLLM is imported anywhere: workers inherit these.
 for name, value in {
@@ -21,19 +25,37 @@ for name, value in {
     os.environ.setdefault(name, value)
 
 
-@pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[None]:
-    """A Ray of our own for the whole session: 4 logical CPUs, 2 pretend GPUs, a 300 MB object store."""
-    import ray
+LOST_AFTER_5_S = {
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 1000,
+    "health_check_timeout_ms": 5000,
+    "health_check_failure_threshold": 5,
+}
+"""When the cluster gives up a node that is gone; one that is only slow gets 25 s."""
 
-    ray.init(
-        address="local",
-        num_cpus=4,
-        num_gpus=2,
-        object_store_memory=300 * 2**20,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-    )
-    yield
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[Cluster]:
+    """A Ray of our own for the whole session: 4 logical CPUs, 2 pretend GPUs, a 300 MB object store.
+
+    A cluster of one pretend node, so that a module may add more for its own tests, and take them away again.
+    """
+    import ray
+    from ray._private import utils
+    from ray.cluster_utils import Cluster
+
+    write, utils.write_ray_address = utils.write_ray_address, lambda *_: None  # else every Ray program here would join
+    try:
+        cluster = Cluster(
+            initialize_head=True,
+            head_node_args={
+                "num_cpus": 4, "num_gpus": 2, "object_store_memory": 300 * 2**20, "include_dashboard": False,
+                "_system_config": LOST_AFTER_5_S,
+            },
+        )  # fmt: skip
+    finally:
+        utils.write_ray_address = write
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    yield cluster
     ray.shutdown()
+    cluster.shutdown()

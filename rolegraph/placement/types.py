@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 
 from rolegraph.placement.device_groups import DeviceGroups
+from rolegraph.placement.environment import environment_problems
 from rolegraph.role import Mesh
 
 Device = Literal["cpu", "cuda"]
@@ -36,6 +37,14 @@ class PlacementConfig:
     """auto: GPUs where the machine has some, else CPU cores."""
     timeout_s: float = 30.0
     """Seconds to wait for the devices before giving up with the need/have table."""
+    setup_timeout_s: float | None = None
+    """Seconds that a role gets from the start of its processes until all are set up; null: a line a minute says what
+    is still starting, and a model takes as long to load as it takes."""
+    env: Mapping[str, Any] = field(default_factory=dict)
+    """Environment variables of the processes of all roles: names with strings or numbers."""
+    ship_code: bool = True
+    """Copy folders of the user's code (--config-dir, plugins, what the program imported outside its installation) to
+    nodes that do not have them; false where every node sees the same folders."""
 
     def problems(self) -> Iterator[str]:
         """What is wrong with these settings by themselves."""
@@ -47,6 +56,9 @@ class PlacementConfig:
         if self.timeout_s <= 0:
             yield f"placement.timeout_s={self.timeout_s} must be more than 0 seconds"
         yield from self._notations()
+        if self.setup_timeout_s is not None and self.setup_timeout_s <= 0:
+            yield f"placement.setup_timeout_s={self.setup_timeout_s} must be more than 0 seconds, or null to wait"
+        yield from environment_problems(self.env)
         seen: dict[str, int] = {}
         for index, group in enumerate(self.colocate_groups):
             key = f"placement.colocate_groups[{index}]"

@@ -112,7 +112,7 @@ class MegatronTrain(TrainRole):
         """This node's address and a free port of it."""
         from rolegraph.weights import free_port
 
-        return self.context.node, free_port()
+        return self.context.address, free_port()
 
     @endpoint(execute="first")
     def weight_manifest(self) -> list[TensorInfo]:

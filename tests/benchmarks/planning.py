@@ -9,9 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from rolegraph.cluster import bundles_of
 from rolegraph.placement import Inventory, PlacementConfig, Plan, RoleRequest, plan
 from rolegraph.placement.clusters import cluster
+from rolegraph.reservation import bundles_of
 from tests.benchmarks.measure import median, show
 
 SIZES = (64, 512, 4096)
@@ -49,8 +49,7 @@ def planned(gpus: int) -> tuple[Inventory, Plan]:
     """One plan from the description of the cluster to the bundles of every group."""
     inventory = cluster(f"{gpus // 8}x8xH100-80G")
     found = plan(inventory, layout(gpus), PlacementConfig())
-    for group in found.groups:
-        bundles_of(found, group)
+    bundles_of(found)
     return inventory, found
 
 

@@ -33,6 +33,11 @@ class Fake(Role):
         self.seen: list[int] = []
         if self.config == "fail in setup":
             raise RuntimeError("no weights here")
+        if isinstance(self.config, threading.Event):
+            self.config.wait()
+        if self.config == f"hang in setup {self.context.rank}":
+            print("asking the hub for weights", flush=True)
+            time.sleep(600)
         if isinstance(self.config, Path) and not self.config.exists():
             self.config.touch()
             raise OSError("[Errno 98] Address already in use")
@@ -57,6 +62,7 @@ class Fake(Role):
             "pid": os.getpid(),
             "omp": os.environ.get("OMP_NUM_THREADS"),
             "devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
+            "env": dict(os.environ),
             "argv": sys.argv[0],
             "config": self.config,
         }

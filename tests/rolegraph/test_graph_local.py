@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import threading
+
 import pytest
 
-from rolegraph.cluster import bundles_of
 from rolegraph.errors import PlanError, RoleError, RoleGraphError
 from rolegraph.graph import GraphOptions, RoleGraph, process_env
 from rolegraph.host import RoleSpec
-from rolegraph.placement import Plan, Slot
+from rolegraph.placement import Slot
 from rolegraph.role import Mesh, Role
 from tests.rolegraph.fakes import Fake, Plain, batch_of, plan_of, spec_of
 
@@ -61,24 +63,6 @@ def test_handles_are_checked() -> None:
             graph.group("fakee")
 
 
-def test_colocated_roles_share_one_bundle_of_the_larger_request() -> None:
-    def slots(role: str, ranks: int, cores: float) -> tuple[Slot, ...]:
-        mesh = Mesh(dp=ranks)
-        return tuple(Slot(role, i, "n0", "cpu", (), cores, 1, mesh.at(i)) for i in range(ranks))
-
-    plan = Plan({"train": slots("train", 2, 1.0), "rollout": slots("rollout", 1, 1.5)}, (("train", "rollout"),), "cpu")
-    found = bundles_of(plan, ("train", "rollout"))
-    assert found.resources == [{"CPU": 2.0}]
-    assert found.share["n0"] * 3 <= 2.0
-
-
-def test_gpu_bundles_are_one_a_device_with_the_node_pinned() -> None:
-    slots = tuple(Slot("train", i, f"10.0.0.{i // 2}", "cuda", (i % 2,), 2.0, 2, Mesh(dp=4).at(i)) for i in range(4))
-    found = bundles_of(Plan({"train": slots}, (("train",),), "cuda"), ("train",))
-    assert found.resources == [{"GPU": 1.0, f"node:10.0.0.{node}": 0.001} for node in (0, 0, 1, 1)]
-    assert found.gpu_of["10.0.0.1", 1] == 3
-
-
 async def test_a_failing_setup_names_the_role() -> None:
     spec = RoleSpec(Fake, "fail in setup")
     with pytest.raises(RoleError, match=r"in setup\(\): RuntimeError: no weights here"):
@@ -91,3 +75,34 @@ def test_idle_threads_doze_before_they_sleep() -> None:
     # Asleep between operators they double a decoding step; awake much longer they take another role's turn.
     assert 1_000 <= int(env["GOMP_SPINCOUNT"]) <= 200_000
     assert env["OMP_NUM_THREADS"] == "2"
+
+
+async def test_a_role_in_this_process_has_torch_variables_for_as_long_as_it_lives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RANK", "7")
+    options = GraphOptions(use_ray=False, env={"NCCL_DEBUG": "INFO"})
+    async with RoleGraph(plan_of(ranks=1), {"fake": spec_of()}, options) as graph:
+        env = (await graph.handle("fake", Fake).describe())[0]["env"]
+        assert [env[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")] == ["0", "1", "0", "1"]
+        assert env["MASTER_ADDR"] == "127.0.0.1"
+        assert int(env["MASTER_PORT"]) > 0
+        assert env["NCCL_DEBUG"] == "INFO"
+    assert os.environ["RANK"] == "7"
+    assert "NCCL_DEBUG" not in os.environ
+
+
+async def test_a_setup_that_hangs_is_ended_by_its_deadline_with_where_it_hangs() -> None:
+    go_on = threading.Event()
+    options = GraphOptions(use_ray=False, setup_timeout_s=0.3)
+    try:
+        with pytest.raises(RoleError) as caught:
+            await RoleGraph(plan_of(ranks=1), {"fake": spec_of(config=go_on)}, options).start()
+    finally:
+        go_on.set()
+    message = str(caught.value)
+    assert (
+        "role fake rank 0 on this machine in setup(): it is not set up after placement.setup_timeout_s=0.3" in message
+    )
+    assert "setup() has run for 0 s and is at" in message
+    assert "self.config.wait()" in message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from rolegraph.errors import PlanError
 from rolegraph.graph import GraphOptions, RoleGraph
+from rolegraph.group import RoleGroup
 from rolegraph.host import descendants
 from rolegraph.placement import Plan, Slot
 from rolegraph.role import Mesh
@@ -41,7 +43,9 @@ asyncio.run(main())
 async def test_too_few_cores_fail_with_need_and_have() -> None:
     plan = plan_of(ranks=2, cores=8.0)
     started = time.perf_counter()
-    with pytest.raises(PlanError, match=r"(?s)placement.timeout_s=0.5.*need\n.*fake +16 CPU\n.*have.*4 CPU"):
+    with pytest.raises(
+        PlanError, match=r"(?s)placement.timeout_s=0.5.*need\n.*fake +16 CPU on this machine\n.*have.*4 CPU"
+    ):
         await RoleGraph(plan, {"fake": spec_of()}, GraphOptions(timeout_s=0.5)).start()
     assert time.perf_counter() - started < 5
 
@@ -82,6 +86,28 @@ async def test_a_taken_rendezvous_port_is_retried(tmp_path: Path) -> None:
     async with RoleGraph(plan_of(ranks=1), {"fake": spec}, GraphOptions(exp_name="port")) as graph:
         assert await graph.handle("fake", Fake).rank() == [0]
         assert await graph.group("fake").health() == [True]
+
+
+@pytest.mark.usefixtures("ray_cluster")
+async def test_a_slow_start_tells_where_it_is_and_the_end_of_its_log(tmp_path: Path) -> None:
+    graph = RoleGraph(
+        plan_of(ranks=2), {"fake": spec_of(config="hang in setup 1")}, GraphOptions(run_dir=str(tmp_path))
+    )
+    starting = asyncio.ensure_future(graph.start())
+    log = tmp_path / "logs" / "fake-1.log"
+    while not (log.exists() and log.read_text()):
+        assert not starting.done()
+        await asyncio.sleep(0.1)
+    assert graph.still_starting() == ["fake (its log ends: asking the hub for weights)"]
+    group = RoleGroup(Fake, graph._launched[1:], Mesh())
+    message = str(await group.explain_slow_start("it is slow"))
+    starting.cancel()
+    assert "role fake rank 1 on" in message
+    assert "in setup(): it is slow\n" in message
+    assert "time.sleep(600)" in message
+    assert f"End of {log}:\nasking the hub for weights" in message
+    with pytest.raises(asyncio.CancelledError):
+        await starting
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -13,6 +13,7 @@ from rolegraph.config.rules import LATER, settle
 from rolegraph.config.targets import fields_in_source
 from rolegraph.placement import plan, requests
 from rolegraph.placement.clusters import cluster
+from rolegraph.placement.environment import as_environment
 from tests.rolegraph.config.conftest import Folder
 from tests.rolegraph.config.test_check import faults
 
@@ -356,3 +357,29 @@ def test_what_overlap_refuses(user: Folder, overrides: tuple[str, ...], message:
 
 def test_overlap_belongs_to_algorithms_that_generate(user: Folder) -> None:
     assert "algorithm.max_staleness: unknown key" in faults(user, "algorithm=sft", "algorithm.max_staleness=1")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("placement.env.RANK=1", "placement.env.RANK is set for each rank as torch expects it; remove it"),
+        ("placement.env.CUDA_VISIBLE_DEVICES=0", "follows from the plan: set it where `rolegraph run`"),
+        ("placement.env.OMP_NUM_THREADS=4", "follows from the cores of the plan: set ROLE.cpus"),
+        ("placement.env.PYTHONPATH=/code", "give a folder with --config-dir"),
+        ("placement.env.LD_PRELOAD=x.so", "is read when a process starts"),
+        ("placement.env.RAY_DEDUP_LOGS=0", "set it where Ray is started"),
+        ("placement.env.DEBUG=true", "placement.env.DEBUG=true must be a string or a number"),
+        ("placement.env.DEBUG=null", "a variable has no null"),
+        ("placement.env.DEBUG=[1]", "must be a string or a number, not list"),
+        ("placement.env={2FAST: 1}", "placement.env.2FAST is no name of a variable"),
+        ("placement.setup_timeout_s=0", "placement.setup_timeout_s=0.0 must be more than 0 seconds, or null to wait"),
+    ],
+)
+def test_environment_and_deadlines_of_roles(user: Folder, override: str, expected: str) -> None:
+    assert expected in faults(user, override)
+
+
+def test_environment_that_a_config_names(user: Folder) -> None:
+    env = ["placement.env.NCCL_DEBUG=INFO", "placement.env.GLOO_TIMEOUT=2.5", "placement.env.EMPTY=''"]
+    placement = load(["algorithm=mine", *env], config_dir=str(user)).run.placement
+    assert as_environment(placement.env) == {"NCCL_DEBUG": "INFO", "GLOO_TIMEOUT": "2.5", "EMPTY": ""}
