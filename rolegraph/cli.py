@@ -7,10 +7,13 @@ import sys
 import traceback
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from rolegraph.errors import ConfigError, PlanError, RoleGraphError
 from rolegraph.placement.option import OPTION, take_option
+
+if TYPE_CHECKING:
+    from rolegraph.config import RunConfig
 
 USAGE = """rolegraph trains language models by reinforcement learning on a graph of Ray actors.
 
@@ -164,8 +167,18 @@ def _run(words: list[str]) -> int:
         print_config(tree, package=args.package, resolved=args.resolve)
         return 0
     if not (args.multirun or args.help or args.hydra_help or args.cfg or args.info):
-        load(args.overrides, config_dir=args.config_dir, config_name=name)  # so that no faulty run makes a folder
+        # So that no faulty run makes a folder, or waits for Ray to learn that its roles do not fit.
+        _refuse_early(load(args.overrides, config_dir=args.config_dir, config_name=name).run)
     return _through_hydra(args)
+
+
+def _refuse_early(run: RunConfig) -> None:
+    """Raise PlanError where the roles have no room on this machine, unless the run may join a cluster."""
+    from rolegraph.cluster import finds_cluster
+    from rolegraph.placement import plan, requests, this_machine
+
+    if not (run.use_ray and finds_cluster()):
+        plan(this_machine(), requests(run.roles), run.placement)
 
 
 def _through_hydra(args: Namespace) -> int:

@@ -36,7 +36,7 @@ class Cluster:
         for name, value in _ENV.items():
             os.environ.setdefault(name, value)
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-        if _running_cluster():
+        if finds_cluster():
             try:
                 ray.init(**quiet)
                 # Leaving a joined cluster ends our connection, not the cluster.
@@ -62,5 +62,6 @@ class Cluster:
             ray.shutdown()
 
 
-def _running_cluster() -> bool:
+def finds_cluster() -> bool:
+    """Whether there is a Ray to join, or was one lately: asked without a connection."""
     return bool(os.environ.get("RAY_ADDRESS")) or Path("/tmp/ray/ray_current_cluster").exists()

@@ -285,6 +285,21 @@ def test_options_of_a_plan(words: list[str], expected: str, capsys: pytest.Captu
     assert expected in capsys.readouterr().err
 
 
+def test_roles_without_room_are_refused_before_ray_starts(
+    runs: list[RunConfig], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("rolegraph.cluster.finds_cluster", lambda: False)
+    argv = ["run", "algorithm=sft", "train.ranks=2", "train.cpus=4000", "placement.device=cpu"]
+    assert cli.dispatch(argv) == 2
+    assert "no room for `train`: the cores of the nodes do not suffice. Lower train.cpus" in capsys.readouterr().err
+    assert runs == []
+    assert list(tmp_path.iterdir()) == []
+    # A cluster that the run would join may be larger than this machine.
+    monkeypatch.setattr("rolegraph.cluster.finds_cluster", lambda: True)
+    assert cli.dispatch(argv) == 0
+    assert len(runs) == 1
+
+
 def test_a_run_takes_the_machines_it_finds(runs: list[RunConfig], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.dispatch(["run", "algorithm=sft", "--cluster=1x8xH100"]) == 2
     assert "--cluster is for `rolegraph plan`" in capsys.readouterr().err
