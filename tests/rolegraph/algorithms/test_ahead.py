@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from rolegraph.algorithms.ahead import Generations
 from rolegraph.algorithms.config import GRPOConfig, WarmStartConfig
 from rolegraph.algorithms.grpo import GRPO
 from rolegraph.batch import Batch
 from rolegraph.errors import RoleError, StalenessError
 from rolegraph.interfaces import LossSpec, SamplingParams
+from rolegraph.staleness import Staleness
 from tests.rolegraph.algorithms.fakes import Rollout, World
 
 ONE_AHEAD = GRPOConfig(
@@ -230,3 +233,19 @@ async def test_rows_of_an_engine_that_no_sync_reaches_are_not_trained_on(limit: 
     with pytest.raises(StalenessError, match="an engine has missed a sync"):
         await world.run()
     assert len(world.train.steps) == limit, "version 0 is one behind the first, and two behind the second"
+
+
+async def test_a_block_that_is_left_early_ends_the_generation_that_runs_beside_it() -> None:
+    ended: list[str] = []
+
+    async def make() -> tuple[Batch, dict[str, float]]:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.append("generation")
+        raise AssertionError("it was not ended")
+
+    async with Generations(make, Staleness(1), 3, nullcontext) as generations:
+        generations.synced(1)
+        await asyncio.sleep(0)
+    assert ended == ["generation"]
