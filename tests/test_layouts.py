@@ -11,7 +11,7 @@ from rich.console import Console
 
 from rolegraph.config import load
 from rolegraph.explain import print_plan
-from rolegraph.placement import Inventory, Node
+from rolegraph.placement import Inventory, Node, plan, requests
 from rolegraph.telemetry.timeline import spans
 from tests.runs import Finished, run
 
@@ -37,7 +37,9 @@ def test_each_has_a_test() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_is_planned_for_gpus(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    placed = print_plan(load([f"experiment={name}"], config_dir=str(LAYOUTS)).run, EIGHT_GPUS, Console(width=200))
+    config = load([f"experiment={name}"], config_dir=str(LAYOUTS)).run
+    print_plan(config, EIGHT_GPUS, Console(width=200))
+    placed = plan(EIGHT_GPUS, requests(config.roles), config.placement)
     devices = {role: [slot.device_ids for slot in slots] for role, slots in placed.roles.items()}
     everything = [(gpu,) for gpu in range(8)]
     if name == "grpo_colocate":
