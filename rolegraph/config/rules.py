@@ -230,10 +230,13 @@ def overlap_has_devices(run: RunConfig) -> Iterator[str]:
     if not staleness:
         return
     for group in run.placement.sharing(run.roles):
-        if "train" in group and (others := " and ".join(role for role in dict.fromkeys(group) if role != "train")):
+        busy = next((role for role in ("train", "rollout") if role in group), None)
+        others = " and ".join(role for role in dict.fromkeys(group) if role != busy)
+        if busy and others:
+            what = "while train does" if busy == "train" else "at its pace, while weights come to rollout"
             yield (
-                f"algorithm.max_staleness={staleness} lets {others} work while train does, and placement puts them on "
-                "the same devices, where they take turns: set placement=separate (or device groups of their own), or "
+                f"algorithm.max_staleness={staleness} lets {others} work {what}, and placement puts them on the same "
+                "devices, where they take turns: set placement=separate (or device groups of their own), or "
                 "algorithm.max_staleness=0"
             )
     if run.deterministic:

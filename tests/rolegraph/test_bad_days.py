@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -99,9 +100,14 @@ def test_a_run_goes_on_without_the_replica_that_was_killed(tmp_path: Path) -> No
     assert max(row["rollout_logprob_difference/max"] for row in rows) < 1e-4, "the other one still gets new weights"
 
 
-@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_frees_everything_within_seconds(kind: signal.Signals, tmp_path: Path) -> None:
-    with running("max_steps=10000", folder=tmp_path) as (process, mark):
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [(signal.SIGINT, ("placement=separate", "algorithm.max_staleness=1")), (signal.SIGTERM, ())],
+)
+def test_an_interrupted_run_frees_everything_within_seconds(
+    kind: signal.Signals, layout: tuple[str, ...], tmp_path: Path
+) -> None:
+    with running("max_steps=10000", *layout, folder=tmp_path) as (process, mark):
         process.send_signal(kind)
         sent = time.monotonic()
         while (left := marked(mark)) and time.monotonic() - sent < 10:
@@ -111,3 +117,7 @@ def test_an_interrupted_run_frees_everything_within_seconds(kind: signal.Signals
     text = (tmp_path / "output").read_text()
     assert "Traceback" not in text, text[-3000:]
     assert "rolegraph: stopped" in text
+    assert "busy: train " in text
+    assert {"generate", "step", "sync"} <= {
+        event["name"] for event in json.loads((tmp_path / "timeline.json").read_text())
+    }

@@ -322,7 +322,6 @@ OVERLAP = ("algorithm.max_staleness=1", "placement=separate")
 def test_overlap_is_fine_on_devices_of_their_own(user: Folder) -> None:
     config = load(["algorithm=mine", *OVERLAP, "algorithm.on_sync=drain"], config_dir=str(user)).run.algorithm.config
     assert (config.max_staleness, config.on_sync) == (1, "drain")
-    load(["algorithm=mine", *OVERLAP, "placement.colocate_groups=[[rollout,orm]]"], config_dir=str(user))
     load(["algorithm=mine", "placement=colocate", "algorithm.max_staleness=0"], config_dir=str(user))
 
 
@@ -334,6 +333,10 @@ def test_overlap_is_fine_on_devices_of_their_own(user: Folder) -> None:
             "algorithm.max_staleness=1 lets rollout and orm work while train does, and placement puts them on the same "
             "devices, where they take turns: set placement=separate (or device groups of their own), or "
             "algorithm.max_staleness=0\n      from command line: algorithm.max_staleness=1",
+        ),
+        (
+            (*OVERLAP, "placement.colocate_groups=[[rollout,orm]]"),
+            "algorithm.max_staleness=1 lets orm work at its pace, while weights come to rollout, and placement puts",
         ),
         (
             (*OVERLAP, "deterministic=true"),
