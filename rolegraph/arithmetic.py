@@ -23,6 +23,8 @@ class Batches:
     samples_per_generation: int | None = None
     steps_per_generation: int | None = None
     times_gone_over: int | None = None
+    max_staleness: int | None = None
+    """Weight versions that generation may be ahead of training; 0: strictly in turn."""
     samples_per_replica: float | None = None
     """Of a generation, on average."""
     data_parallel: int | None = None
@@ -50,6 +52,7 @@ def batches(run: RunConfig, placed: Plan) -> Batches | None:
             "samples_per_generation": samples,
             "steps_per_generation": steps,
             "times_gone_over": getattr(options, "num_iterations", 1),
+            "max_staleness": getattr(options, "max_staleness", 0),
         }
         if replicas := len(placed.roles.get("rollout", ())):
             found["samples_per_replica"] = samples / replicas
@@ -82,6 +85,9 @@ def sentences(run: RunConfig, placed: Plan) -> Iterator[tuple[str, str]]:
             "is trained on in",
             f"{steps} optimizer step{'s' if steps > 1 else ''} of {found.rows_per_step} samples{over}",
         )
+        if ahead := found.max_staleness:
+            versions = f"{ahead} weight version{'s' if ahead > 1 else ''}"
+            yield "meanwhile", f"the next ones are drawn, from weights at most {versions} behind (max_staleness)"
         if found.samples_per_replica is not None:
             yield "a rollout replica", f"samples about {found.samples_per_replica:g} of them"
     else:

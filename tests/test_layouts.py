@@ -42,12 +42,13 @@ def test_each_is_planned_for_gpus(name: str, capsys: pytest.CaptureFixture[str])
     placed = plan(EIGHT_GPUS, requests(config.roles), config.placement)
     devices = {role: [slot.device_ids for slot in slots] for role, slots in placed.roles.items()}
     everything = [(gpu,) for gpu in range(8)]
+    shown = capsys.readouterr().out
     if name == "grpo_colocate":
         assert devices["train"] == devices["rollout"] == everything
-        assert "take turns" in capsys.readouterr().out
     else:
         assert devices["train"] + devices["rollout"] == everything
-        assert "take turns" not in capsys.readouterr().out
+    assert ("take turns" in shown) == (name == "grpo_colocate")
+    assert ("from weights at most 1 weight version behind" in shown) == (name == "grpo_async")
 
 
 def run_layout(name: str, *overrides: str, folder: Path) -> Finished:
