@@ -59,9 +59,10 @@ def bundles_of(plan: Plan) -> Bundles:
     """A bundle a device, and one a group and node for the cores; colocated roles take turns, so the largest counts."""
     found = Bundles()
     for number, group in enumerate(plan.groups):
-        slots = [slot for role in group for slot in plan.roles[role]]
-        for node in dict.fromkeys(slot.node for slot in slots):
-            here = [slot for slot in slots if slot.node == node]
+        by_node: dict[str, list[Slot]] = {}
+        for slot in (slot for role in group for slot in plan.roles[role]):
+            by_node.setdefault(slot.node, []).append(slot)
+        for node, here in by_node.items():
             for device in sorted({device for slot in here for device in slot.device_ids}):
                 found.gpu_of[node, device] = found.add(number, node, {"GPU": 1.0})
             on_cpu = [slot for slot in here if slot.device == "cpu" and slot.cores > 0]

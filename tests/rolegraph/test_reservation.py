@@ -80,6 +80,22 @@ def test_gpu_bundles_are_one_a_device_in_the_order_of_the_plan() -> None:
     assert found.gpu_of == {("10.0.0.1", 0): 0, ("10.0.0.1", 1): 1, ("10.0.0.2", 0): 2, ("10.0.0.2", 1): 3}
 
 
+def test_roles_without_cores_of_their_own_are_bound_to_their_node_all_the_same() -> None:
+    nodes = Inventory((Node("10.0.0.1", (), 4.0), Node("10.0.0.2", (), 4.0)))
+    placed = plan(nodes, [RoleRequest("orm", 2, light=True, gpus=0)], PlacementConfig())
+    reservation = Reservation(placed)
+    assert reservation.bundles.resources == []
+    reservation.nodes = {
+        node.name: node for node in named([record("10.0.0.1", "a" * 56), record("10.0.0.2", "b" * 56)])
+    }
+    options = [reservation.seat(slot).options for slot in placed.roles["orm"]]
+    assert [one["num_cpus"] for one in options] == [0, 0]
+    assert [one["scheduling_strategy"].node_id for one in options] == ["a" * 56, "b" * 56]
+    assert not any(one["scheduling_strategy"].soft for one in options), "elsewhere it would not be as planned"
+    reservation.nodes = {}
+    assert reservation.seat(placed.roles["orm"][0]).options == {"num_cpus": 0}
+
+
 def test_a_lost_node_is_named_with_its_roles_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
