@@ -112,7 +112,7 @@ def _past_the_end(
     named: DeviceGroups, group: DeviceGroup, inventory: Inventory, numbered: Sequence[tuple[str, int]]
 ) -> str:
     key = named.key_of(group)
-    past = ", ".join(str(device) for device in group.devices if device >= len(numbered))
+    past = [str(device) for device in group.devices if device >= len(numbered)]
     if not inventory.gpus:
         names = ", ".join(node.name for node in inventory.nodes)
         return (
@@ -124,7 +124,7 @@ def _past_the_end(
         shown = ", ".join(f"{node.name} has {len(node.gpus)}" for node in small)
         less = f"; nodes with fewer GPUs than nproc_per_node={named.nproc_per_node} are passed over ({shown})"
     has = f"devices 0 to {len(numbered) - 1}" if numbered else "no devices"
-    return f"{key} asks for the devices {past}, and the cluster has {has}{less}"
+    return f"{key} asks for device{'s' * (len(past) > 1)} {', '.join(past)}, and the cluster has {has}{less}"
 
 
 def _plural(count: int) -> str:

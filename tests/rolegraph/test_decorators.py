@@ -13,8 +13,8 @@ import pytest
 from rolegraph.batch import Batch
 from rolegraph.decorators import function, initialize, take_device_groups, worker
 from rolegraph.errors import ConfigError, RoleError, RoleGraphError
-from tests.rolegraph.test_role import mypy
 from tests.rolegraph.workers import Broken, Calculator, Louder, MyTrainer, NotDecorated, arguments
+from tests.typed import errors_of
 
 
 def test_the_two_model_program() -> None:
@@ -251,8 +251,7 @@ WRONG = """
 
 @pytest.mark.slow
 def test_mypy_sees_decorated_classes_as_they_are(tmp_path: Path) -> None:
-    assert mypy(tmp_path, RIGHT) == []
-    found = mypy(tmp_path, RIGHT + WRONG)
+    found = errors_of(tmp_path, RIGHT, WRONG)
     assert len(found) == 4, found
     assert 'has no attribute "sampel"' in found[0]
     assert 'incompatible type "int"; expected "list[str]"' in found[1]

@@ -103,9 +103,7 @@ def test_groups_on_gpus_and_an_exception_in_the_program(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("free")
 def test_groups_that_do_not_fit_fail_at_once() -> None:
     started = time.perf_counter()
-    with pytest.raises(
-        PlanError, match=r"(?s)device_groups.g asks for the devices 2, 3, and the cluster has.*need.*have"
-    ):
+    with pytest.raises(PlanError, match=r"(?s)device_groups.g asks for devices 2, 3, and the cluster has.*need.*have"):
         initialize({"g": {"device": "GPU", "ranks": 4, "workers": ["calc"]}})
     assert time.perf_counter() - started < 3
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from rolegraph.role import Endpoint, Mesh, Role, RoleContext, endpoint, endpoints
-
-ROOT = Path(__file__).parents[2]
+from tests.typed import errors_of
 
 RIGHT = """
 from collections.abc import Sequence
@@ -58,18 +54,8 @@ WRONG = """
 
 @pytest.mark.slow
 def test_mypy_finds_just_the_three_errors_of_a_driver_program(tmp_path: Path) -> None:
-    right, wrong = tmp_path / "right.py", tmp_path / "wrong.py"
-    right.write_text(RIGHT)
-    wrong.write_text(RIGHT + WRONG)
-    command = [sys.executable, "-m", "mypy", "--strict", "--config-file", str(ROOT / "pyproject.toml")]
-    done = subprocess.run(
-        [*command, str(right), str(wrong)],
-        cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, "MYPYPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.returncode == 1, done.stdout + done.stderr
-    found = [line for line in done.stdout.splitlines() if ": error:" in line]
+    found = errors_of(tmp_path, RIGHT, WRONG)
     assert len(found) == 3, found
-    assert all(line.partition(":")[0].endswith("wrong.py") for line in found), found
     assert 'has no attribute "generat"; maybe "generate"?' in found[0]
     assert 'has incompatible type "int"; expected "SamplingParams"' in found[1]
     assert 'expression has type "Batch", variable has type "int"' in found[2]

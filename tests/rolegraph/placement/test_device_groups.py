@@ -203,7 +203,7 @@ def test_nodes_with_fewer_devices_are_passed_over() -> None:
     beside = PlacementConfig(device_groups=read(node), nproc_per_node=2)
     assert devices(plan(UNEVEN, [engine("sampler")], beside), "sampler") == [("big", (0,)), ("big", (1,))]
     message = refused({"nproc_per_node": 2, "g": group(5, "sampler")}, UNEVEN, engine("sampler"))
-    assert "placement.device_groups.g asks for the devices 4, and the cluster has devices 0 to 3" in message
+    assert "placement.device_groups.g asks for device 4, and the cluster has devices 0 to 3" in message
     assert "nodes with fewer GPUs than nproc_per_node=2 are passed over (small has 1)" in message
     message = refused({"nproc_per_node": 8, "g": group(5, "sampler")}, UNEVEN, engine("sampler"))
     assert "the cluster has no devices; nodes with fewer GPUs than nproc_per_node=8" in message
@@ -251,7 +251,7 @@ def test_workers_and_roles_are_the_same() -> None:
 @pytest.mark.parametrize(
     ("node", "inventory", "request_", "message"),
     [
-        ({"g": group([3, 4, 5], "x")}, BOX, engine("x"), "g asks for the devices 4, 5, and the cluster has"),
+        ({"g": group([3, 4, 5], "x")}, BOX, engine("x"), "g asks for devices 4, 5, and the cluster has"),
         ({"g": group(1, "x")}, LAPTOP, engine("x"), "g is on GPUs, and none is on laptop: write device: CPU"),
         ({"g": group(2, "x")}, BOX, engine("x", gpus=4), "x.gpus=4, and placement.device_groups.g has 2 devices"),
         ({"g": group(2, "x")}, BOX, engine("x", count=1), "x.replicas=1, and placement.device_groups.g has 2 devices"),
