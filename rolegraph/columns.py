@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from rolegraph.errors import BatchError
 
-LIGHT_STRINGS = frozenset({"uid", "finish_reason"})
+LIGHT_STRINGS = frozenset({"uid", "finish_reason", "teacher_key"})
 """The only strings the driver holds; every other string may be as long as a document."""
 
 _INT_LIST, _FLOAT_LIST, _MASK_LIST = pa.list_(pa.int32()), pa.list_(pa.float32()), pa.list_(pa.uint8())
@@ -45,7 +45,7 @@ def is_per_token(name: str) -> bool:
 
 
 def is_light(name: str, kind: pa.DataType) -> bool:
-    """Whether the driver may hold the column: fixed-width numbers, booleans, uid and finish_reason."""
+    """Whether the driver may hold the column: fixed-width numbers, booleans, and `LIGHT_STRINGS`."""
     if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
         return True
     return name in LIGHT_STRINGS

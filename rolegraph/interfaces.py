@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from rolegraph.batch import Batch
 from rolegraph.role import Role, endpoint
 
 Metrics = dict[str, float]
+PolicyWeights = Literal["current", "initial", "average"]
+"""Weights that a train role can compute with: of now, of the start, or a moving average."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,26 @@ class TrainRole(Role):
     @endpoint()
     def save_reference(self) -> None:
         """Make the weights of now the reference weights."""
+        raise NotImplementedError
+
+    @endpoint(dispatch="dp", cost="length")
+    def teach(
+        self, batch: Batch, *, weights: PolicyWeights, topk: int = 0, hidden: bool = False, temperature: float = 1.0
+    ) -> Batch:
+        """`TeacherRole.score` by the policy itself, with one of its sets of weights."""
+        raise NotImplementedError
+
+    @endpoint()
+    def average_weights(self, decay: float) -> None:
+        """Move the average of the weights towards those of now: average = decay * average + (1 - decay) * weights."""
+        raise NotImplementedError
+
+    @endpoint()
+    def use_teacher_head(self, head: Batch | PolicyWeights, info: HeadInfo | None = None) -> None:
+        """How the teacher's hidden states become logits in `step`: by a teacher's head, or by one of the policy's own.
+
+        Each rank keeps the rows of the vocabulary that it holds of the policy's.
+        """
         raise NotImplementedError
 
     @endpoint()

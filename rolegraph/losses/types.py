@@ -7,7 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from rolegraph.losses.heads import Head
 
 
 @dataclass(frozen=True)
@@ -21,11 +24,27 @@ class Totals:
 
 
 @dataclass(frozen=True)
+class States:
+    """A model's hidden states at some response tokens, and the head that turns them into logits."""
+
+    hidden: Tensor
+    """[tokens, h] after the final norm, those that predict each token."""
+    head: Head
+    """This rank's rows of it."""
+    vocab_size: int
+    """Ids from here on are padding."""
+    temperature: float
+    group: dist.ProcessGroup | None = None
+    """The ranks that hold the other rows."""
+
+
+@dataclass(frozen=True)
 class TokenBatch:
     """The response tokens of some rows, flat: row after row, without padding."""
 
     logprobs: Tensor
-    """[tokens] natural log, of the current weights, at the sampling temperature; the one tensor with a gradient."""
+    """[tokens] natural log, of the current weights, at the sampling temperature, with a gradient; zeros without one for
+    a loss that needs none."""
     mask: Tensor
     """[tokens] float, 1 where the policy produced the token."""
     row: Tensor
@@ -36,6 +55,10 @@ class TokenBatch:
     totals: Totals
     entropy: Tensor | None = None
     """[tokens] of the current weights, detached; there when the loss asks for it."""
+    student: States | None = None
+    """Of the current weights, with gradients; there when the loss asks for states."""
+    teacher: States | None = None
+    """Of the teacher, where the rows have its hidden states and the loss asks for states."""
 
     def per_token(self, row_values: Tensor) -> Tensor:
         """Spread a [rows] tensor over the tokens of each row, [tokens]."""
@@ -91,6 +114,8 @@ class Loss(Protocol):
     """A loss: called once a micro-batch.
 
     Optional attributes, looked up by name with these defaults: `needs_entropy` (False) asks for `TokenBatch.entropy`;
+    `needs_states` (False) for `TokenBatch.student` and `teacher`; `needs_logprobs` (True) for `TokenBatch.logprobs`, at
+    `logprob_temperature` (null: the step's);
     `prepare(tokens, reduce) -> columns` runs once a step without gradients over all rows of the rank, before the first
     micro-batch, and adds per-token or per-row columns that depend on the whole global batch (its `logprobs` are the
     column of that name, else `rollout_logprobs`).

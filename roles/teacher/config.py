@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from rolegraph.errors import ConfigError
 from rolegraph.models.config import ModelConfig
+from roles.train.config import MegatronModelConfig
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -38,6 +40,13 @@ class HuggingFaceTeacherConfig:
     max_tokens_per_micro_batch: int = 4096
     """Tokens in one forward pass, padding counted; a longer row is a pass of its own."""
 
+    @property
+    def folder(self) -> str:
+        """The Hugging Face folder or name, once the run has found the model."""
+        if not isinstance(self.model, str):
+            raise ConfigError("teacher.model is not set: give a Hugging Face folder")
+        return self.model
+
     def problems(self) -> Iterator[str]:
         """What is wrong with these values, each naming its key."""
         if self.replicas is not None and self.ranks is not None and self.replicas != self.ranks:
@@ -45,3 +54,12 @@ class HuggingFaceTeacherConfig:
         for name in ("pipeline_model_parallel_size", "max_tokens_per_micro_batch"):
             if getattr(self, name) < 1:
                 yield f"teacher.{name}={getattr(self, name)} must be at least 1"
+
+
+@dataclass
+class MegatronTeacherConfig(MegatronModelConfig):
+    """A forward-only model on a mesh of ranks of its own, which need not be the student's."""
+
+    node: ClassVar[str] = "teacher"
+    temperatures: ClassVar[bool] = True
+    gives_hidden: ClassVar[bool] = True

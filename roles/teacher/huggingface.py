@@ -18,7 +18,7 @@ from roles.teacher.config import HuggingFaceTeacherConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from roles.teacher.scoring import TokenScores
+    from roles.train.scoring import TokenScores
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class HuggingFaceTeacher(TeacherRole):
         on_gpu = context.device == "cuda"
         dtype = {"auto": "bfloat16" if on_gpu else "float32"}.get(config.dtype, config.dtype)
         spread = {"device_map": "auto"} if on_gpu and len(context.device_ids) > 1 else {}
-        self._model: Any = AutoModelForCausalLM.from_pretrained(config.model, dtype=getattr(torch, dtype), **spread)
+        self._model: Any = AutoModelForCausalLM.from_pretrained(config.folder, dtype=getattr(torch, dtype), **spread)
         self._model.requires_grad_(False).eval()
         self._home = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
         if not spread:
@@ -72,8 +72,8 @@ class HuggingFaceTeacher(TeacherRole):
     @endpoint(dispatch="queue")
     def score(self, batch: Batch, *, topk: int = 0, hidden: bool = False, temperature: float = 1.0) -> Batch:
         """See `TeacherRole.score`."""
-        from roles.teacher.rows import score_columns, seen_by_teacher
         from roles.train.microbatch import plan_microbatches
+        from roles.train.teaching import score_columns, seen_by_teacher
 
         rows = seen_by_teacher(batch)
         lengths = rows.ragged("prompt_ids").lengths + rows.ragged("response_ids").lengths
@@ -86,7 +86,7 @@ class HuggingFaceTeacher(TeacherRole):
     def head(self) -> tuple[Batch, HeadInfo]:
         """See `TeacherRole.head`."""
         from rolegraph.columns import fixed_size_rows
-        from roles.teacher.rows import as_numpy
+        from roles.train.teaching import as_numpy
 
         columns: dict[str, Any] = {"weight": fixed_size_rows(as_numpy(self._head.weight))}
         if getattr(self._head, "bias", None) is not None:
@@ -119,8 +119,8 @@ class HuggingFaceTeacher(TeacherRole):
     def _score(self, batch: Batch, rows: Sequence[int], topk: int, hidden: bool, temperature: float) -> TokenScores:
         import torch
 
-        from roles.teacher.scoring import Shard, score_tokens
         from roles.train.packing import collate
+        from roles.train.scoring import Shard, score_tokens
 
         micro = collate(batch, rows, padding_free=False)
         lengths = (batch.ragged("prompt_ids").lengths + batch.ragged("response_ids").lengths)[np.asarray(rows)]

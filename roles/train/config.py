@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
+from rolegraph.errors import ConfigError
+from rolegraph.models.config import ModelConfig
+
 DEFAULT_MICRO_BATCH_ROWS = 4
 
 TRANSFORMER_CONFIG = "megatron.core.transformer.transformer_config.TransformerConfig"
@@ -83,8 +86,8 @@ class MegatronModelConfig:
     """null: on where tensor_model_parallel_size is above 1."""
 
     # The model.
-    model: str | None = None
-    """A Hugging Face folder or name; null is the run's policy."""
+    model: str | ModelConfig | None = None
+    """A Hugging Face folder or name, or a choice as in `model@train.model=smollm2_135m`; null: the run's policy."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on a GPU, float32 on a CPU. Gradients and optimizer state are float32 either way."""
 
@@ -106,6 +109,13 @@ class MegatronModelConfig:
 
     megatron: dict[str, Any] = field(default_factory=dict)
     """Any other field of megatron-core's TransformerConfig (for training, or OptimizerConfig), by its own name."""
+
+    @property
+    def folder(self) -> str:
+        """The Hugging Face folder or name, once the run has found the model."""
+        if not isinstance(self.model, str):
+            raise ConfigError(f"{self.node}.model is not set: give a Hugging Face folder")
+        return self.model
 
     @property
     def uses_sequence_parallel(self) -> bool:

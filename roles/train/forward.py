@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from rolegraph.batch import Batch
+from rolegraph.losses.projection import operands, precision, project
 from roles.train import bridge as bridges
 from roles.train import context
 from roles.train.attention import BranchedSeqParams
@@ -27,6 +28,8 @@ from roles.train.metrics import gather_counts
 from roles.train.microbatch import plan_microbatches
 from roles.train.model import Model
 from roles.train.packing import MicroBatch, collate, response_tokens, shared_prompts
+from roles.train.scoring import Shard, TokenScores, score_tokens
+from roles.train.teaching import score_columns, seen_by_teacher
 
 
 class Plan(NamedTuple):
@@ -71,6 +74,49 @@ class Forward:
             # Each rank's share of the vocabulary gives a part of the gradient: the backward adds them up.
             selected = copy_to_tensor_model_parallel_region(selected)
         return selected
+
+    @torch.no_grad()
+    def teach(self, batch: Batch, *, topk: int, hidden: bool, temperature: float) -> Batch:
+        """The columns of `TeacherRole.score` for this rank's rows, from the weights the model has now."""
+        rows = seen_by_teacher(batch)
+        plan = self._plan(rows)
+        self.computes.runs.eval()
+        finish = partial(self._teach, topk=topk, hidden=hidden, temperature=temperature)
+        scores: list[TokenScores] = self._run(rows, plan, finish, forward_only=True)
+        scores = self._on_every_stage(lambda: scores)
+        return score_columns(rows, list(zip(plan.rows, scores, strict=True)))
+
+    def _teach(
+        self, micro: MicroBatch, states: Tensor, *, topk: int, hidden: bool, temperature: float
+    ) -> tuple[Tensor, TokenScores]:
+        states = self._predicting(micro, states)
+        head, vocab_size = self.computes.model.head(), self.computes.bridge.vocab_size
+        first = len(head) * self._tensor_group.rank()
+        shard = Shard(
+            columns=min(max(vocab_size - first, 0), len(head)),
+            first=first,
+            group=self._tensor_group if self._tensor_group.size() > 1 else None,
+        )
+        scores = score_tokens(
+            states,
+            partial(_logits, head),
+            micro.labels,
+            shard,
+            topk=topk,
+            keep_hidden=hidden,
+            temperature=temperature,
+        )
+        return states.new_zeros(()), scores.cpu()
+
+    @torch.no_grad()
+    def whole_head(self) -> Tensor:
+        """[padded vocabulary, h] the output weight, gathered over tensor-parallel ranks, on every rank."""
+        if self._last_stage:
+            own = self.computes.model.head().contiguous()
+            parts = [torch.empty_like(own) for _ in range(self._tensor_group.size())]
+            dist.all_gather(parts, own, group=self._tensor_group)
+            whole = torch.cat(parts)
+        return self._on_every_stage(lambda: whole.cpu())
 
     def _plan(self, batch: Batch) -> Plan:
         """Cut this rank's rows; the ranks agree on totals and on the number of micro-batches."""
@@ -176,3 +222,9 @@ class Forward:
         last = dist.get_global_rank(self._stage_group, self._stage_group.size() - 1)
         dist.broadcast_object_list(box, src=last, group=self._stage_group)
         return box[0]
+
+
+def _logits(head: Tensor, states: Tensor) -> Tensor:
+    """[tokens, rows of the head] in float32."""
+    states, matrix = operands(states, head)
+    return project(states, matrix, states.new_empty(len(states), len(matrix), dtype=precision(states)))

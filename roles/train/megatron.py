@@ -10,7 +10,16 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
 from rolegraph.batch import Batch
-from rolegraph.interfaces import LossSpec, Metrics, TensorInfo, TrainRole, TransferGroup, first_rank
+from rolegraph.interfaces import (
+    HeadInfo,
+    LossSpec,
+    Metrics,
+    PolicyWeights,
+    TensorInfo,
+    TrainRole,
+    TransferGroup,
+    first_rank,
+)
 from rolegraph.role import endpoint
 from roles.train.config import MegatronTrainConfig
 
@@ -83,7 +92,7 @@ class MegatronTrain(TrainRole):
             return Batch.from_columns(self._trainer.logprobs(batch, temperature=temperature, entropy=entropy))
         from roles.train.trainer import row_divergence
 
-        with self._policy.reference_weights():
+        with self._policy.holding("initial"):
             columns = self._trainer.logprobs(batch, temperature=temperature, entropy=False)
         scored = {"ref_logprobs": columns["logprobs"]}
         if "logprobs" in batch.column_names:
@@ -99,6 +108,24 @@ class MegatronTrain(TrainRole):
     def save_reference(self) -> None:
         """Make the weights of now the reference weights."""
         self._policy.save_reference()
+
+    @endpoint(dispatch="dp", cost="length")
+    def teach(
+        self, batch: Batch, *, weights: PolicyWeights, topk: int = 0, hidden: bool = False, temperature: float = 1.0
+    ) -> Batch:
+        """See `TrainRole.teach`."""
+        with self._policy.holding(weights):
+            return self._trainer.teach(batch, topk=topk, hidden=hidden, temperature=temperature)
+
+    @endpoint()
+    def average_weights(self, decay: float) -> None:
+        """See `TrainRole.average_weights`."""
+        self._policy.update_average(decay)
+
+    @endpoint()
+    def use_teacher_head(self, head: Batch | PolicyWeights, info: HeadInfo | None = None) -> None:
+        """See `TrainRole.use_teacher_head`."""
+        self._trainer.use_teacher_head(head, info)
 
     @endpoint()
     def export_hf(self, path: str) -> None:

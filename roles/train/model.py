@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from rolegraph.errors import ConfigError, RoleGraphError
+from rolegraph.interfaces import PolicyWeights
 from rolegraph.role import RoleContext
 from roles.train import shim
 from roles.train.config import MegatronModelConfig, MegatronTrainConfig
@@ -86,6 +87,8 @@ class Policy(Model):
     optimizer: MegatronOptimizer
     reference: dict[str, Tensor] | None = None
     """The second set of weights, by parameter name."""
+    average: dict[str, Tensor] | None = None
+    """A moving average of the weights, by parameter name; float32."""
 
     def save_reference(self) -> None:
         """Copy the weights of now."""
@@ -94,20 +97,35 @@ class Policy(Model):
         for name, param in self.model.named_parameters():
             self.reference[name].copy_(param.detach())
 
-    @contextmanager
-    def reference_weights(self) -> Iterator[None]:
-        """Inside, the model computes with the reference weights; no weight is copied.
+    @torch.no_grad()
+    def update_average(self, decay: float) -> None:
+        """average = decay * average + (1 - decay) * weights; the first call begins with the weights of now."""
+        weights = dict(self.model.named_parameters())
+        if self.average is None:
+            self.average = {name: param.detach().float().clone() for name, param in weights.items()}
+            return
+        torch._foreach_lerp_(list(self.average.values()), [weights[name].float() for name in self.average], 1.0 - decay)
 
-        Raises RoleGraphError where there are none.
+    @contextmanager
+    def holding(self, weights: PolicyWeights) -> Iterator[None]:
+        """Inside, the model computes with the weights of now, of the start, or their average.
+
+        Raises RoleGraphError where those are not kept.
         """
-        if self.reference is None:
+        if weights == "current":
+            yield
+            return
+        kept = self.reference if weights == "initial" else self.average
+        if kept is None:
             raise RoleGraphError(
                 "no reference weights are kept: set train.reference=initial, or call save_reference() first"
+                if weights == "initial"
+                else "no average of the weights is kept: call average_weights() first"
             )
         current = {name: param.data for name, param in self.model.named_parameters()}
         try:
             for name, param in self.model.named_parameters():
-                param.data = self.reference[name]
+                param.data = kept[name].to(param.dtype)
             yield
         finally:
             for name, param in self.model.named_parameters():
@@ -131,9 +149,7 @@ def build_model(config: MegatronModelConfig, context: RoleContext) -> Model:
 
     Raises ConfigError where config, model and installation do not fit.
     """
-    if config.model is None:
-        raise ConfigError(f"{config.node}.model is not set: give a Hugging Face folder")
-    hf_config = AutoConfig.from_pretrained(config.model)
+    hf_config = AutoConfig.from_pretrained(config.folder)
     bridge_class = bridges.bridge_class(hf_config)
     _check(config, hf_config, bridge_class.experts)
     device = torch.device("cuda", torch.cuda.current_device()) if context.device == "cuda" else torch.device("cpu")
@@ -151,10 +167,10 @@ def build_model(config: MegatronModelConfig, context: RoleContext) -> Model:
         settings["bias_activation_fusion"] = not bridge_class.experts
     bridge.set_extra_args(**settings | transformer_fields)
     model = _build_model(bridge)
-    load_weights(bridge, model, config.model)
+    load_weights(bridge, model, config.folder)
     model.to(device)
     runs = Float16Module(bridge.config, model) if bridge.config.bf16 else model
-    return Model(bridge, model, runs, config.model, dtype, device)
+    return Model(bridge, model, runs, config.folder, dtype, device)
 
 
 def split_fields(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

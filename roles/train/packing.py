@@ -70,6 +70,8 @@ class MicroBatch:
     predict: Tensor
     """[tokens] int64, the position (flat, row-major in `input_ids`) whose output predicts each response token."""
     response: ResponseTokens
+    index: Sequence[int]
+    """The rows of the batch that it is made of."""
 
     @property
     def labels(self) -> Tensor:
@@ -167,6 +169,7 @@ def collate(
         tokens=layout.tokens,
         predict=torch.from_numpy(predict),
         response=response_tokens(batch, rows),
+        index=rows,
     )
 
 

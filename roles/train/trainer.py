@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 
 from rolegraph.batch import Batch
-from rolegraph.losses.types import Loss, LossOutput, Stat, TokenBatch, Totals
+from rolegraph.errors import ConfigError, RoleGraphError
+from rolegraph.interfaces import HeadInfo, PolicyWeights
+from rolegraph.losses.heads import Head
+from rolegraph.losses.types import Loss, LossOutput, Stat, States, TokenBatch, Totals
 from roles.train.config import MegatronTrainConfig
 from roles.train.forward import Forward
 from roles.train.logprob import linear_logprobs
@@ -23,6 +26,7 @@ from roles.train.metrics import gather_counts, reduce_over, reduce_stats
 from roles.train.model import Policy
 from roles.train.packing import MicroBatch, per_token_column, response_tokens
 from roles.train.schedule import learning_rate
+from roles.train.teaching import TeacherHead, teacher_head, teacher_states
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -45,6 +49,7 @@ class Trainer(Forward):
         self.policy = policy
         self.steps = 0
         """Optimizer steps taken since the start or the last reset."""
+        self._teacher_head: TeacherHead | PolicyWeights | None = None
 
     # ----- training -----
 
@@ -65,7 +70,7 @@ class Trainer(Forward):
         policy.optimizer.zero_grad()
         # Every rank has as many micro-batches, so that these weights add up to 1 and the metric is the plain sum.
         share = torch.tensor(1.0 / (len(plan.rows) * self._data_group.size()), dtype=torch.float64, device=device)
-        finish = partial(self._loss, loss=loss, temperature=temperature, totals=totals, share=share)
+        finish = partial(self._loss, batch, loss=loss, temperature=temperature, totals=totals, share=share)
         stats = self._run(batch, plan, finish, forward_only=False)
         rate = self._rate() if lr is None else lr
         grad_norm, skipped = self._update(rate)
@@ -154,13 +159,26 @@ class Trainer(Forward):
         return batch.with_columns({name: _as_column(name, value, lengths) for name, value in columns.items()})
 
     def _loss(
-        self, micro: MicroBatch, hidden: Tensor, *, loss: Loss, temperature: float, totals: Totals, share: Tensor
+        self,
+        batch: Batch,
+        micro: MicroBatch,
+        hidden: Tensor,
+        *,
+        loss: Loss,
+        temperature: float,
+        totals: Totals,
+        share: Tensor,
     ) -> tuple[Tensor, Mapping[str, Stat]]:
         anchor = hidden.reshape(-1)[:0].sum()
         if micro.rows == 0:
             # Without rows the pass still has to reach every collective of the backward.
             return anchor, {"loss": Stat(anchor.detach(), share)}
-        logprobs, entropy = self._score(micro, hidden, temperature, bool(getattr(loss, "needs_entropy", False)))
+        states = self._predicting(micro, hidden)
+        logprobs, entropy = micro.mask.new_zeros(len(micro.labels)), None
+        if getattr(loss, "needs_logprobs", True):
+            at = getattr(loss, "logprob_temperature", None) or temperature
+            logprobs, entropy = self._score(micro, states, at, bool(getattr(loss, "needs_entropy", False)))
+        needs_states = getattr(loss, "needs_states", False)
         output: LossOutput = loss(
             TokenBatch(
                 logprobs=logprobs,
@@ -170,12 +188,50 @@ class Trainer(Forward):
                 columns=micro.columns,
                 totals=totals,
                 entropy=entropy,
+                student=self._own_states(states, temperature) if needs_states else None,
+                teacher=self._teacher_states(batch, micro, temperature) if needs_states else None,
             )
         )
         stats = {"loss": Stat(output.loss.detach(), share), **output.stats}
         # Context-parallel ranks each compute the whole loss, and their gradients are added up.
         value = output.loss / self._context_group.size()
         return value if value.requires_grad else value + anchor, stats
+
+    # ----- teaching -----
+
+    def use_teacher_head(self, head: Batch | PolicyWeights, info: HeadInfo | None) -> None:
+        """See `TrainRole.use_teacher_head`."""
+        if isinstance(head, str):
+            self._teacher_head = head
+        elif self._last_stage:
+            if info is None:
+                raise ConfigError("a teacher's head comes with its HeadInfo")
+            rows = len(self.policy.model.head())
+            first = rows * self._tensor_group.rank()
+            self._teacher_head = teacher_head(head.slice(first, first + rows), info, first, self.policy.device)
+
+    def _own_states(self, states: Tensor, temperature: float) -> States:
+        group = self._tensor_group if self._tensor_group.size() > 1 else None
+        head = Head(self.policy.model.head())
+        return States(states, head, self.policy.bridge.vocab_size, temperature, group)
+
+    def _teacher_states(self, batch: Batch, micro: MicroBatch, temperature: float) -> States | None:
+        """The teacher's states for these rows, read from the object store now; null for rows without any."""
+        if "teacher_hidden" not in batch:
+            return None
+        own = self._teacher_head
+        if own is None:
+            raise RoleGraphError(
+                "the rows have the teacher's hidden states, and nobody gave its head: use_teacher_head()"
+            )
+        if isinstance(own, str):
+            with self.policy.holding(own):
+                weight = self.policy.model.head().detach()
+            dtype = str(self.policy.dtype).removeprefix("torch.")
+            own = TeacherHead(Head(weight), HeadInfo(self.policy.bridge.vocab_size, weight.shape[1], dtype))
+        rows = batch.take(micro.index).select(["uid", "response_ids", "teacher_hidden"]).fetch_sync()
+        hidden = teacher_states(rows, own.info).to(self.policy.device)
+        return States(hidden, own.head, own.info.vocab_size, temperature)
 
     # ----- scoring -----
 
@@ -194,16 +250,16 @@ class Trainer(Forward):
         return columns
 
     def _scores(self, micro: MicroBatch, hidden: Tensor, *, temperature: float, entropy: bool) -> tuple[Tensor, Scores]:
-        logprobs, entropies = self._score(micro, hidden, temperature, entropy)
+        logprobs, entropies = self._score(micro, self._predicting(micro, hidden), temperature, entropy)
         scores = Scores(logprobs.float().cpu().numpy(), None if entropies is None else entropies.float().cpu().numpy())
         return hidden.new_zeros(()), scores
 
     def _score(
-        self, micro: MicroBatch, hidden: Tensor, temperature: float, entropy: bool
+        self, micro: MicroBatch, states: Tensor, temperature: float, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities (and entropies) of the response tokens, [tokens], from hidden states [seq, batch, h]."""
+        """Log-probabilities (and entropies) of the response tokens, [tokens], from states [tokens, h]."""
         return linear_logprobs(
-            self._predicting(micro, hidden),
+            states,
             self.policy.model.head(),
             micro.labels,
             temperature=temperature,

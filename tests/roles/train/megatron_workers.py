@@ -16,12 +16,22 @@ import pyarrow as pa
 import torch
 
 from rolegraph.batch import Batch
-from rolegraph.interfaces import LossSpec
+from rolegraph.columns import Ragged, fixed_size_rows, from_fixed_size_rows
+from rolegraph.interfaces import HeadInfo, LossSpec
+from rolegraph.losses.divergence import generalized_jsd, topk_divergence
 from rolegraph.role import Mesh, RoleContext
 from roles.train.config import MegatronTrainConfig
 from tests.models import VOCAB
 
+TOPK = 5
 NLL = LossSpec("tests.losses_for_tests.nll")
+DISTILL = [
+    LossSpec("rolegraph.losses.distill.DistillLoss", {"beta": 0.3, "sft_alpha": 0.2}),
+    LossSpec("rolegraph.losses.distill.DistillLoss", {"beta": 1.0, "topk_mode": "tail"}),
+    LossSpec("rolegraph.losses.distill.DistillLoss", {"beta": 0.0, "topk_mode": "renormalize"}),
+]
+TEACHER_WIDTH, TEACHER_VOCAB = 24, VOCAB + 9
+"""Another width than the student's, and more rows than it has tokens."""
 OPTIMIZER: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "clip_grad": 1.0, "adam_beta2": 0.95}
 
 
@@ -59,6 +69,29 @@ def make_batch(rows: int, seed: int, *, masked: bool = False) -> Batch:
             "response_mask": masks,
         }
     )
+
+
+def teacher_head() -> tuple[Batch, HeadInfo]:
+    """The output head of a teacher that is nothing else."""
+    weight = torch.randn(TEACHER_VOCAB, TEACHER_WIDTH, generator=torch.Generator().manual_seed(5))
+    info = HeadInfo(TEACHER_VOCAB, TEACHER_WIDTH, "float32", scale=0.5)
+    return Batch.from_columns({"weight": fixed_size_rows(weight.numpy())}), info
+
+
+def beside_teacher(batch: Batch) -> Batch:
+    """The rows with a teacher's hidden states, and the top-K that follow from them at temperature 0.7."""
+    lengths = batch.ragged("response_ids").lengths
+    states = torch.randn(int(lengths.sum()), TEACHER_WIDTH, generator=torch.Generator().manual_seed(6))
+    best = torch.log_softmax(teacher_logits(states) / 0.7, -1).topk(TOPK)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    columns = {"hidden": states, "ids": best.indices.int(), "logprobs": best.values}
+    return batch.with_columns({f"teacher_{name}": Ragged(value.numpy(), offsets) for name, value in columns.items()})
+
+
+def teacher_logits(states: torch.Tensor) -> torch.Tensor:
+    """[tokens, VOCAB] over the tokens that both have."""
+    head, info = teacher_head()
+    return states @ torch.from_numpy(from_fixed_size_rows(head["weight"]).copy())[:VOCAB].T * info.scale
 
 
 def grouped(batch: Batch) -> Batch:
@@ -106,6 +139,12 @@ def run_case(case: Case, folder: Path, rank: int, port: int) -> dict[str, Any]:
         role.setup()
         batches = training_batches()
         first = role.logprobs(part(batches[0], mesh), entropy=True)
+        taught = role._trainer.teach(part(batches[0], mesh), topk=TOPK, hidden=True, temperature=0.7)
+        head = role._trainer.whole_head()
+        role.use_teacher_head(*teacher_head())
+        with_teacher = part(beside_teacher(batches[0]), mesh)
+        distilled = [role.step(with_teacher, loss=loss, temperature=0.7, lr=0.0) for loss in DISTILL]
+        role.reset_optimizer()
         metrics = [role.step(part(batch, mesh), loss=NLL, temperature=1.0) for batch in batches]
         after = role.logprobs(part(batches[0], mesh), temperature=0.7)
         reference = role.logprobs(part(batches[0], mesh), reference=True)
@@ -114,6 +153,9 @@ def run_case(case: Case, folder: Path, rank: int, port: int) -> dict[str, Any]:
             "mesh": mesh,
             "metrics": metrics,
             "first": first.table,
+            "taught": taught.table,
+            "head": head,
+            "distilled": distilled,
             "after": after.table,
             "reference": reference.table,
             "manifest": role.weight_manifest(),
@@ -162,6 +204,8 @@ def reference_run(folder: Path, kind: str) -> dict[str, Any]:
     batches = training_batches()
     with torch.no_grad():
         first = _hf_logprobs(model, batches[0], 1.0)
+        taught = torch.cat(_hf_tables(model, batches[0], 0.7))
+    distilled = [_distilled(model, beside_teacher(batches[0]), spec) for spec in DISTILL]
     losses, norms = [], []
     for batch in batches:
         logprobs, _ = _hf_logprobs(model, batch, 1.0)
@@ -175,14 +219,51 @@ def reference_run(folder: Path, kind: str) -> dict[str, Any]:
     with torch.no_grad():
         after = _hf_logprobs(model, batches[0], 0.7)
     weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    return {"losses": losses, "norms": norms, "first": first, "after": after, "weights": weights}
+    return {
+        "losses": losses,
+        "norms": norms,
+        "first": first,
+        "taught": taught,
+        "distilled": distilled,
+        "after": after,
+        "weights": weights,
+    }
+
+
+def _distilled(model: Any, batch: Batch, spec: LossSpec) -> tuple[float, float]:
+    """The distillation loss from whole logits, and the norm of its gradient."""
+    model.zero_grad()
+    table = torch.cat(_hf_tables(model, batch, 1.0))
+    mask = torch.tensor(batch.ragged("response_mask").values.astype(np.float32))
+    hidden, ids, logprobs = (
+        torch.from_numpy(np.array(batch.ragged(f"teacher_{name}").values)) for name in ("hidden", "ids", "logprobs")
+    )
+    beta, mode = spec.kwargs["beta"], spec.kwargs.get("topk_mode")
+    if mode is None:
+        values = generalized_jsd(table, teacher_logits(hidden), beta=beta, temperature=0.7)
+    else:
+        values = topk_divergence(
+            table, ids.long(), logprobs, beta=beta, temperature=0.7, mode=mode, teacher_temperature=0.7
+        )
+    labels = torch.from_numpy(batch.ragged("response_ids").values.astype(np.int64))
+    negative = -table.gather(-1, labels[:, None])[:, 0]
+    loss = ((values + spec.kwargs.get("sft_alpha", 0.0) * negative) * mask).sum() / mask.sum()
+    loss.backward()
+    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), torch.inf))
+    model.zero_grad()
+    return float(loss), norm
 
 
 def _hf_logprobs(model: Any, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    logprobs, entropies = [], []
+    table = torch.cat(_hf_tables(model, batch, temperature))
+    labels = torch.from_numpy(batch.ragged("response_ids").values.astype(np.int64))
+    return table.gather(-1, labels[:, None])[:, 0], -(table.exp() * table).sum(-1)
+
+
+def _hf_tables(model: Any, batch: Batch, temperature: float) -> list[torch.Tensor]:
+    """[response tokens, vocabulary] of each row, natural log."""
+    tables = []
     for prompt, response in zip(batch.lists("prompt_ids"), batch.lists("response_ids"), strict=True):
         ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))[None]
-        table = torch.log_softmax(model(ids).logits[0].float() / temperature, -1)[len(prompt) - 1 : -1]
-        logprobs.append(table.gather(-1, ids[0, len(prompt) :, None])[:, 0])
-        entropies.append(-(table.exp() * table).sum(-1))
-    return torch.cat(logprobs), torch.cat(entropies)
+        tables.append(torch.log_softmax(model(ids).logits[0].float() / temperature, -1)[len(prompt) - 1 : -1])
+    return tables

@@ -110,6 +110,30 @@ def test_trains_as_transformers_does(case: Case, runs: Any, references: Any) -> 
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_teaches_what_transformers_says(case: Case, runs: Any, references: Any) -> None:
+    """Top-K over vocabulary shards, and hidden states from the last stage with the head gathered over the shards."""
+    ranks, table = runs[case.name], references(case.kind)["taught"]
+    best = table.topk(workers.TOPK)
+    ids, logprobs = (
+        _flat(ranks, "taught", f"teacher_{name}").reshape(-1, workers.TOPK) for name in ("ids", "logprobs")
+    )
+    assert np.abs(logprobs - best.values.numpy()).max() < 1e-5
+    assert (ids == best.indices.numpy()).mean() > 0.99, "ties may fall either way"
+    hidden = torch.from_numpy(_flat(ranks, "taught", "teacher_hidden").reshape(len(table), -1).copy())
+    head = ranks[0]["head"][: table.shape[1]]
+    assert torch.allclose(torch.log_softmax(hidden @ head.T / 0.7, -1), table, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_distils_as_whole_logits_would(case: Case, runs: Any, references: Any) -> None:
+    """Loss and gradient, over the whole vocabulary and over top-K, from a teacher of another width."""
+    expected = np.array(references(case.kind)["distilled"])
+    found = np.array([[metrics["loss"], metrics["grad_norm"]] for metrics in runs[case.name][0]["distilled"]])
+    assert np.abs(found[:, 0] - expected[:, 0]).max() < 1e-5
+    np.testing.assert_allclose(found[:, 1], expected[:, 1], rtol=1e-3)
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_ranks_agree_and_count_globally(case: Case, runs: Any) -> None:
     ranks = runs[case.name]
     batches = workers.training_batches()
@@ -142,8 +166,17 @@ def test_exports_every_weight_under_its_name(case: Case, runs: Any, references: 
 
 def _joined(ranks: list[dict[str, Any]], table: str, column: str) -> Any:
     """A per-token column of all data-parallel ranks, as the group collects it: from tp = pp = 0."""
+    return _values(ranks, table, column).to_numpy()
+
+
+def _flat(ranks: list[dict[str, Any]], table: str, column: str) -> Any:
+    """The same of a column with several entries a token."""
+    return _values(ranks, table, column).flatten().to_numpy()
+
+
+def _values(ranks: list[dict[str, Any]], table: str, column: str) -> Any:
     tables = [seen[table] for seen in sorted(ranks, key=lambda seen: seen["mesh"].dp_rank) if _speaks(seen["mesh"])]
-    return pa.concat_tables(tables).column(column).combine_chunks().values.to_numpy()
+    return pa.concat_tables(tables).column(column).combine_chunks().values
 
 
 def _speaks(mesh: Any) -> bool:

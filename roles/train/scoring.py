@@ -26,6 +26,14 @@ class TokenScores:
     hidden: Tensor | None = None
     """[tokens, hidden] the states after the final norm."""
 
+    def cpu(self) -> TokenScores:
+        """The same in host memory."""
+
+        def move(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.cpu()
+
+        return TokenScores(self.token_logprobs.cpu(), move(self.ids), move(self.logprobs), move(self.hidden))
+
 
 @dataclass(frozen=True)
 class Shard:

@@ -1,9 +1,9 @@
-"""What every teacher does with its rows: whose prompt it reads, and columns of what it answers."""
+"""Teaching and being taught: whose prompt a teacher reads, columns of its scores, its head and states on arrival."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 
 from rolegraph.batch import Batch
-from rolegraph.columns import Ragged, to_array
-from roles.teacher.scoring import TokenScores
+from rolegraph.columns import Ragged, from_fixed_size_rows, to_array
+from rolegraph.errors import AlignmentError
+from rolegraph.interfaces import HeadInfo
+from rolegraph.losses.heads import Head
+from roles.train.scoring import TokenScores
 
 
 def seen_by_teacher(batch: Batch) -> Batch:
@@ -55,3 +58,34 @@ def as_tensor(values: npt.NDArray[Any], dtype: str) -> Tensor:
     """A copy of what `as_numpy` gave; `dtype` is a `HeadInfo`'s."""
     tensor = torch.from_numpy(np.array(values))
     return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
+
+
+class TeacherHead(NamedTuple):
+    """A teacher's output head, or a rank's rows of it, ready to be compared with."""
+
+    head: Head
+    info: HeadInfo
+
+
+def teacher_head(rows: Batch, info: HeadInfo, first: int, device: torch.device) -> TeacherHead:
+    """The rows of a head from token `first` on, as `TeacherRole.head` gave them; perhaps none."""
+    weight = as_tensor(from_fixed_size_rows(rows["weight"]), info.dtype).reshape(-1, info.hidden_size)
+    bias = torch.from_numpy(np.array(rows.numpy("bias"))).to(device) if "bias" in rows else None
+    columns = min(len(weight), max(info.vocab_size - first, 0))
+    return TeacherHead(Head(weight.to(device), bias, info.scale, info.soft_cap, first, columns), info)
+
+
+def teacher_states(rows: Batch, info: HeadInfo) -> Tensor:
+    """[tokens, h] the column `teacher_hidden` of some rows.
+
+    Raises AlignmentError, naming the uid, where a row has another number of states than response tokens.
+    """
+    states, responses = rows.ragged("teacher_hidden"), rows.ragged("response_ids")
+    wrong = np.flatnonzero(states.lengths != responses.lengths)
+    if len(wrong):
+        row = int(wrong[0])
+        raise AlignmentError(
+            f"row {rows['uid'][row].as_py() if 'uid' in rows else row}: the teacher gave {states.lengths[row]} hidden "
+            f"states for {responses.lengths[row]} response tokens"
+        )
+    return as_tensor(states.values, info.dtype).reshape(-1, info.hidden_size)

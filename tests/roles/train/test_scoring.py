@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rolegraph.host import free_port
 from roles.teacher import scoring
-from roles.teacher.scoring import Shard, TokenScores, score_tokens
+from roles.train.scoring import Shard, TokenScores, score_tokens
 
 VOCABULARY, PADDED = 37, 48
 
