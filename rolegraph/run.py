@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import importlib
 import time
 from collections.abc import Coroutine, Mapping
 from contextlib import AsyncExitStack
@@ -15,6 +14,7 @@ from typing import Any
 
 from rolegraph.algorithms.base import Algorithm
 from rolegraph.algorithms.config import Needs
+from rolegraph.algorithms.teachers import Teachers
 from rolegraph.config.rules import settle
 from rolegraph.config.schema import RunConfig, Spec
 from rolegraph.data import Dataset
@@ -30,6 +30,7 @@ from rolegraph.telemetry import Telemetry
 from rolegraph.telemetry.report import write_report
 from rolegraph.turns import Turns, TurnTaker
 from rolegraph.weights import WeightSync
+from rolegraph.wiring import handles_of, import_target, teachers_of, weight_sync, with_models
 
 REMIND_EVERY_S = 60.0
 """Between two lines that say what a slow start waits for."""
@@ -46,6 +47,8 @@ class Run:
     """Brings the trainer's weights into the engines; None where no role generates."""
     turns: TurnTaker = field(default_factory=TurnTaker)
     """Whose turn it is on devices that roles share; by itself it keeps nobody waiting."""
+    teachers: Teachers = field(default_factory=lambda: Teachers({}))
+    """All teachers behind one call; empty where nothing is distilled."""
 
 
 def main(config: RunConfig) -> None:
@@ -78,7 +81,7 @@ async def _run(config: RunConfig, run_dir: Path) -> None:
     async with AsyncExitStack() as stack:
         stack.callback(telemetry.close)
         model_path = await asyncio.to_thread(ensure, config.model)
-        config = config.with_model_path(model_path)
+        config = await asyncio.to_thread(with_models, config, model_path)
         placed = await asyncio.to_thread(_place, config, stack)
         config = settle(config, placed)
         telemetry.timeline.place({role: len(slots) for role, slots in placed.roles.items()})
@@ -90,10 +93,18 @@ async def _run(config: RunConfig, run_dir: Path) -> None:
             telemetry.event(line)
         slow = ", ".join(f"{role} {seconds:.1f} s" for role, seconds in graph.startup.items())
         telemetry.event(f"roles ready after {time.monotonic() - started:.1f} s ({slow})")
-        run = Run(config, dataset, telemetry, _weight_sync(config, placed, graph), TurnTaker(Turns(placed.groups)))
+        handles = handles_of(config, graph)
+        run = Run(
+            config,
+            dataset,
+            telemetry,
+            weight_sync(config, placed, graph),
+            TurnTaker(Turns(placed.groups)),
+            teachers_of(config, handles),
+        )
         algorithm = algorithm_class(config.algorithm.config, run)
-        for name in algorithm_class.roles():
-            setattr(algorithm, name, graph.groups[name].handle if name in graph.groups else None)
+        for name in dict.fromkeys((*algorithm_class.roles(), *handles)):
+            setattr(algorithm, name, handles.get(name))
         await algorithm.run()
         telemetry.event(f"done in {telemetry.elapsed}" + (f": {telemetry.gain}" if telemetry.gain else ""))
 
@@ -126,12 +137,6 @@ def _algorithm_class(spec: Spec) -> type[Algorithm]:
     return found
 
 
-def import_target(target: str) -> Any:
-    """The class or function that a checked `_target_` names."""
-    module, _, name = target.rpartition(".")
-    return getattr(importlib.import_module(module), name)
-
-
 def _role_spec(role: str, spec: Spec, kind: type[Role]) -> RoleSpec:
     found = import_target(spec.target)
     if not (isinstance(found, type) and issubclass(found, kind)):
@@ -156,8 +161,7 @@ def _graph(
         python_path=config.python_path,
     )
     # Before what is shipped is looked for: the roles' modules are imported here.
-    kinds = {role: kind for role, (kind, _) in algorithm.roles().items()}
-    specs = {role: _role_spec(role, spec, kinds[role]) for role, spec in config.roles.items()}
+    specs = {role: _role_spec(role, spec, algorithm.interface_of(role)) for role, spec in config.started.items()}
     return RoleGraph(placed, specs, options, on_call=telemetry.timeline.call)
 
 
@@ -201,23 +205,6 @@ async def _load(config: RunConfig, model_path: str) -> Dataset:
 
     needs: Needs = getattr(config.algorithm.config, "data_needs", "prompt")
     return await asyncio.to_thread(load, config.data, model_path, needs, use_ray=config.use_ray)
-
-
-def _weight_sync(config: RunConfig, placed: Plan, graph: RoleGraph) -> WeightSync | None:
-    """The way from `train` to `rollout`, by the devices both are on."""
-    if "train" not in graph.groups or "rollout" not in graph.groups:
-        return None
-    on_gpus = {slot.device_ids for role in ("train", "rollout") for slot in placed.roles[role]}
-    if placed.device == "cpu":
-        backend = "gloo"
-    elif "rollout" not in placed.group_of("train"):
-        backend = "nccl"
-    else:
-        # Two processes on one GPU hand over memory; NCCL refuses them, and an engine that spans more GPUs than the
-        # sending rank's cannot open its memory everywhere: those go through the host.
-        backend = "ipc" if len(on_gpus) == 1 and len(next(iter(on_gpus))) == 1 else "gloo"
-    drain = getattr(config.algorithm.config, "on_sync", None) == "drain"
-    return WeightSync(graph.groups["train"].handle, [graph.groups["rollout"].handle], backend=backend, drain=drain)
 
 
 def _exp_name(config: RunConfig) -> str:

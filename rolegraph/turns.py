@@ -47,6 +47,8 @@ PHASES: Mapping[str, Phase] = {
     "ref_logprobs": Phase({"train": ("model",)}),
     "export": Phase({"train": ("model",)}),
     "teacher": Phase({"teacher": ("model",)}),
+    "teacher_head": Phase({"train": ("model",), "teacher": ("model",)}),
+    "teach": Phase({"train": ("model",)}),
     "score": Phase({"orm": ()}),
 }
 """The phases of the algorithms here; an algorithm with others has a table `phases` of its own."""

@@ -7,6 +7,7 @@ import types
 import typing
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rolegraph.errors import TurnError
@@ -37,6 +38,8 @@ class Algorithm:
     """The dataclass of the algorithm's config."""
     phases: ClassVar[Mapping[str, Phase]] = PHASES
     """What `turn` knows by name; an algorithm with phases of its own has `phases = {**PHASES, "judge": Phase(...)}`."""
+    more_roles: ClassVar[Mapping[str, type[Role]]] = MappingProxyType({})
+    """Roles that a config may add, by how their names begin, beside those of the annotations."""
     config: Any
 
     def __init__(self, config: Any, run: Run) -> None:
@@ -48,6 +51,17 @@ class Algorithm:
     def roles(cls) -> dict[str, tuple[type[Role], bool]]:
         """The roles of the class annotations by name: their interface, and whether the algorithm can do without."""
         return declared_roles(cls)
+
+    @classmethod
+    def interface_of(cls, role: str) -> type[Role]:
+        """What the algorithm talks to under this name; raises KeyError for a role it does not take."""
+        declared = cls.roles()
+        if role in declared:
+            return declared[role][0]
+        for prefix, kind in cls.more_roles.items():
+            if role.startswith(prefix):
+                return kind
+        raise KeyError(role)
 
     async def run(self) -> None:
         """The program, from the first step to the last."""

@@ -6,14 +6,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge
 
+from rolegraph.algorithms.distillation import GKDConfig, SelfTeacherConfig
+from rolegraph.algorithms.options import Needs, OverlapOptions, SamplingOptions, WarmStartConfig
 from rolegraph.interfaces import LossSpec
 from rolegraph.losses.config import PolicyLossConfig, PolicyOptions, changed
 
+__all__ = ["GKDConfig", "GRPOConfig", "Needs", "PTConfig", "SFTConfig", "SelfTeacherConfig", "WarmStartConfig"]
+
 Estimator = Literal["grpo", "rloo", "reinforce_plus_plus"]
 Scale = Literal["group", "batch", "none"]
-Needs = Literal["prompt", "response", "text"]
 
 POLICY_LOSS = "rolegraph.losses.policy.PolicyLoss"
 CORRECTION = "rollout_importance_correction"
@@ -57,39 +60,7 @@ class PTConfig(SFTConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WarmStartConfig:
-    """Supervised steps on the dataset's responses before RL begins."""
-
-    max_steps: Annotated[int, Ge(1)]
-    """Optimizer steps of the warm start."""
-    global_batch_size: Annotated[int, Ge(1)] | None = None
-    """Rows an optimizer step; null: the algorithm's."""
-    lr: Annotated[float, Gt(0)] | None = None
-    """A constant learning rate; null: the train role's schedule."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OverlapOptions:
-    """Whether samples are drawn while earlier ones are trained on; needs roles on devices of their own."""
-
-    max_staleness: Annotated[int, Ge(0)] = 0
-    """Weight versions that a sample's first token may be behind the trainer when it is trained on. 0: strictly in turn;
-    k: generation runs up to k weight syncs ahead of training, and the loss corrects by the rollout's logprobs."""
-    on_sync: Literal["keep", "drain"] | None = None
-    """What becomes of samples that are being drawn when new weights come. keep: they go on with these, from a cache
-    computed anew. drain: prompts that engines have begun are finished first, others wait. null: keep."""
-
-    def check_overlap(self) -> Iterator[str]:
-        """Options that would be ignored."""
-        if self.on_sync is not None and not self.max_staleness:
-            yield (
-                "algorithm.on_sync has no effect with max_staleness=0, where no sample is being drawn at a sync: "
-                "remove it, or set algorithm.max_staleness to 1 or more"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class GRPOConfig(PolicyOptions, OverlapOptions):
+class GRPOConfig(PolicyOptions, SamplingOptions, OverlapOptions):
     """Group-relative policy optimisation: samples a prompt, rewards, advantages, policy-gradient steps.
 
     One generation draws `steps_per_generation * global_batch_size` samples; they are cut into `steps_per_generation`
@@ -118,15 +89,6 @@ class GRPOConfig(PolicyOptions, OverlapOptions):
     """Replace groups whose rewards are all equal by sampling further prompts (DAPO)."""
     max_resample_times: Annotated[int, Ge(1)] | None = None
     """Further sampling rounds a generation with dynamic_sample; null: 3. After them it trains on what there is."""
-
-    max_completion_length: Annotated[int, Ge(1)] = 256
-    """Tokens a response may have."""
-    temperature: Annotated[float, Gt(0)] = 1.0
-    """Of the samples, and of every logprob."""
-    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
-    top_k: Annotated[int, Ge(0)] = 0
-    """Most likely tokens to draw from; 0: all."""
-    min_p: Annotated[float, Ge(0), Le(1)] = 0.0
 
     loss: LossSpec | None = None
     """The loss, a class or a function by `_target_`; null: `rolegraph.losses.policy.PolicyLoss` with the options above.

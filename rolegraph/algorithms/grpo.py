@@ -12,9 +12,9 @@ from rolegraph.algorithms import metrics as measure
 from rolegraph.algorithms.ahead import Generations
 from rolegraph.algorithms.base import Algorithm
 from rolegraph.algorithms.config import GRPOConfig
-from rolegraph.algorithms.sft import supervised
+from rolegraph.algorithms.sft import warm_start
 from rolegraph.batch import Batch
-from rolegraph.interfaces import Metrics, ORMRole, RolloutRole, SamplingParams, TrainRole
+from rolegraph.interfaces import Metrics, ORMRole, RolloutRole, TrainRole
 from rolegraph.losses import advantages
 from rolegraph.staleness import Staleness
 
@@ -53,7 +53,8 @@ class GRPO(Algorithm):
     async def run(self) -> None:
         """Generate, score, compare, step; until the steps of the run are taken."""
         telemetry, config = self.job.telemetry, self.config
-        await self.warm_start()
+        if config.warm_start is not None:
+            await warm_start(self, self.train, config.warm_start, rows=config.global_batch_size)
         steps, step = self.steps(config.prompts_per_generation / config.steps_per_batch), 0
         telemetry.stage("grpo", steps)
         async with self.generations(math.ceil(steps / config.steps_per_batch)) as generations:
@@ -70,18 +71,6 @@ class GRPO(Algorithm):
                     metrics = {}
                     if step == steps:
                         break
-
-    async def warm_start(self) -> None:
-        """Supervised steps on the dataset's responses, when the config has them."""
-        warm = self.config.warm_start
-        if warm is None:
-            return
-        rows = warm.global_batch_size or self.config.global_batch_size
-        await supervised(self, self.train, stage="warm_start", steps=warm.max_steps, rows=rows, lr=warm.lr)
-        async with self.turn("train"):
-            await self.train.reset_optimizer()
-            if self.config.needs_reference:
-                await self.train.save_reference()
 
     def generations(self, count: int) -> Generations:
         """The samples of `count` generations, made in turn, or ahead of training within `max_staleness`."""
@@ -121,16 +110,7 @@ class GRPO(Algorithm):
         config = self.config
         prompts = next(self.prompts).drop(RESPONSE_COLUMNS)
         numbers = np.arange(first_group, first_group + len(prompts), dtype=np.int32)
-        sampling = SamplingParams(
-            n=config.num_generations,
-            temperature=config.temperature,
-            top_p=config.top_p,
-            top_k=config.top_k,
-            min_p=config.min_p,
-            max_tokens=config.max_completion_length,
-            seed=self.job.config.seed,
-            step=self.rounds,
-        )
+        sampling = config.sampling(n=config.num_generations, seed=self.job.config.seed, step=self.rounds)
         self.rounds += 1
         async with self.turn("generate"):
             samples = await self.rollout.generate(prompts.with_columns({"group": numbers}), sampling)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from rolegraph.algorithms.base import Algorithm
-from rolegraph.algorithms.config import PTConfig, SFTConfig
+from rolegraph.algorithms.config import PTConfig, SFTConfig, WarmStartConfig
 from rolegraph.algorithms.metrics import of_step
 from rolegraph.interfaces import LossSpec, TrainRole
 
@@ -53,3 +53,16 @@ async def supervised(
         async with algorithm.turn("train"):
             metrics = await train.step(batch, loss=loss, lr=lr)
         run.telemetry.step(step, of_step(metrics))
+
+
+async def warm_start(algorithm: Algorithm, train: TrainRole, options: WarmStartConfig, *, rows: int) -> None:
+    """Supervised steps on the dataset's responses before the algorithm's own; `rows` a step unless they say another.
+
+    Optimizer and schedule start anew after them, and what they taught is what reference weights hold.
+    """
+    size = options.global_batch_size or rows
+    await supervised(algorithm, train, stage="warm_start", steps=options.max_steps, rows=size, lr=options.lr)
+    async with algorithm.turn("train"):
+        await train.reset_optimizer()
+        if algorithm.job.config.keeps_reference:
+            await train.save_reference()

@@ -15,7 +15,7 @@ from rolegraph.config.provenance import Origins, Path_, join, split
 from rolegraph.config.schema import RootConfig, RunConfig, Spec
 from rolegraph.errors import ConfigError
 
-ROLES = ("train", "rollout", "orm")
+ROLES = ("train", "rollout", "teacher", "orm")
 """Roles that come with a config group; a node of another name with a `_target_` is a role too."""
 
 
@@ -119,7 +119,7 @@ def _without_roles(tree: Mapping[str, Any], checker: Checker) -> dict[str, Any]:
     return {key: node for key, node in tree.items() if key in known}
 
 
-_DEFAULT_ROLES = {"train": "megatron", "rollout": "vllm", "orm": "functions"}
+_DEFAULT_ROLES = {"train": "megatron", "rollout": "vllm", "teacher": "megatron", "orm": "functions"}
 
 
 def _spec(node: Any, path: Path_, checker: Checker) -> Spec | None:
@@ -135,7 +135,8 @@ def _spec(node: Any, path: Path_, checker: Checker) -> Spec | None:
 def _run(root: RootConfig, algorithm: Spec, roles: Mapping[str, Spec], config_dir: str | None) -> RunConfig:
     values = {field.name: getattr(root, field.name) for field in fields(RootConfig)}
     path = (str(Path(config_dir).absolute()),) if config_dir else ()
-    return RunConfig(**values, algorithm=algorithm, roles=roles, python_path=path)
+    run = RunConfig(**values, algorithm=algorithm, roles=roles, python_path=path)
+    return replace(run, placement=run.placement.for_roles(list(run.started)))
 
 
 def report(problems: Iterable[Problem], origins: Origins) -> str:

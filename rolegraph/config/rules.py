@@ -28,7 +28,6 @@ LATER: dict[tuple[str, ...], str] = {
     ("resume",): "resuming from a checkpoint",
     ("checkpoint",): "checkpoints",
     ("eval",): "evaluation during the run",
-    ("teacher",): "distillation",
     ("sampler",): "sampling graphs",
     ("prm",): "process rewards",
 }
@@ -68,19 +67,23 @@ def broken(run: RunConfig, *, elsewhere: bool = False) -> Iterator[str]:
             yield from spec.config.check(run)
 
 
-def algorithm_roles(target: str) -> dict[str, bool]:
-    """Roles an algorithm class declares by its annotations, and whether it can do without (`ORMRole | None`)."""
+def algorithm_roles(target: str) -> tuple[dict[str, bool], tuple[str, ...]]:
+    """Roles an algorithm class declares by its annotations, and whether it can do without (`ORMRole | None`).
+
+    And how the names of further roles begin that it takes.
+    """
     from rolegraph.algorithms.base import declared_roles
 
     module, _, name = target.rpartition(".")
-    found = declared_roles(getattr(importlib.import_module(module), name))
-    return {role: optional for role, (_, optional) in found.items()}
+    algorithm = getattr(importlib.import_module(module), name)
+    found = declared_roles(algorithm)
+    return {role: optional for role, (_, optional) in found.items()}, tuple(getattr(algorithm, "more_roles", ()))
 
 
 def roles_take_part(run: RunConfig) -> Iterator[str]:
     """The algorithm's roles are all there, and no others."""
     try:
-        roles = algorithm_roles(run.algorithm.target)
+        roles, prefixes = algorithm_roles(run.algorithm.target)
     except Exception as error:  # a user's module may raise anything
         yield f"algorithm._target_={run.algorithm.target} cannot be read: {type(error).__name__}: {error}"
         return
@@ -88,13 +91,13 @@ def roles_take_part(run: RunConfig) -> Iterator[str]:
         if role not in run.roles and not optional:
             yield f"{run.algorithm.name} needs the role `{role}`: choose one with {role}=NAME"
     for role in run.roles:
-        if role not in roles:
+        if role not in roles and not role.startswith(prefixes):
             yield f"{role}: {run.algorithm.name} uses no role `{role}` (it uses {', '.join(roles)}): set {role}=null"
 
 
 def colocated_roles_exist(run: RunConfig) -> Iterator[str]:
     """Colocate groups name roles of this run."""
-    for index, group in enumerate(run.placement.colocate_groups):
+    for index, group in enumerate(run.placement.colocated):
         for role in dict.fromkeys(group):
             if role not in run.roles:
                 yield (
@@ -303,7 +306,7 @@ def derive(run: RunConfig) -> RunConfig:
         "seed": run.seed,
         "max_model_len": context_length(run),
         "reward": run.reward,
-        "reference": "initial" if getattr(run.algorithm.config, "needs_reference", False) else None,
+        "reference": "initial" if run.keeps_reference else None,
         "decay_steps": run.max_steps,
     }
     for role, spec in run.roles.items():
@@ -319,7 +322,7 @@ def derive(run: RunConfig) -> RunConfig:
 
 def settle(run: RunConfig, plan: Plan) -> RunConfig:
     """Fill in what follows from the plan: an engine's share of a GPU's memory is its share of the device."""
-    for role, spec in run.roles.items():
+    for role, spec in run.started.items():
         slot = plan.roles[role][0]
         if slot.device == "cuda" and getattr(spec.config, "gpu_memory_utilization", 0) is None:
             run = run.with_role(role, gpu_memory_utilization=round(USABLE * slot.share, 4))

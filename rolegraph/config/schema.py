@@ -89,6 +89,17 @@ class RunConfig:
     tree: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """The same as plain containers, all defaults filled in, as the run's folder keeps it."""
 
+    @property
+    def started(self) -> dict[str, Spec]:
+        """The roles with actors of their own: not those that another role's actors play."""
+        return {role: spec for role, spec in self.roles.items() if not getattr(spec.config, "binds", None)}
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the train role keeps the weights of the start: an algorithm or a teacher compares with them."""
+        wanted = getattr(self.algorithm.config, "needs_reference", False)
+        return bool(wanted) or any(getattr(spec.config, "keeps_reference", False) for spec in self.roles.values())
+
     def with_role(self, role: str, **changes: Any) -> RunConfig:
         """A copy with some fields of one role's config changed."""
         spec = self.roles[role]

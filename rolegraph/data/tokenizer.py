@@ -25,6 +25,32 @@ class Encoder(Protocol):
         ...
 
 
+def first_difference(one: str, other: str) -> str | None:
+    """The first token id that two models' tokenizers read differently, in words; null where there is none.
+
+    One may have ids that the other lacks: what is compared is what both have.
+    """
+    ours, theirs = _tokens(one), _tokens(other)
+    for token_id in sorted(ours.keys() & theirs.keys()):
+        if ours[token_id] != theirs[token_id]:
+            return f"token {token_id} is {ours[token_id]!r} for the policy and {theirs[token_id]!r} there"
+    return None
+
+
+def _tokens(folder: str) -> dict[int, str]:
+    """Every token by id, those that were added included."""
+    from tokenizers import Tokenizer
+
+    path = Path(folder, "tokenizer.json")
+    if path.exists():
+        words: dict[str, int] = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
+    else:
+        from transformers import AutoTokenizer
+
+        words = AutoTokenizer.from_pretrained(folder).get_vocab()
+    return {token_id: word for word, token_id in words.items()}
+
+
 @dataclass
 class ChatTokenizer:
     """Texts and chats to token ids."""

@@ -78,7 +78,7 @@ def _device(inventory: Inventory, placement: PlacementConfig) -> Device:
 
 
 def _groups(by_role: Mapping[str, RoleRequest], placement: PlacementConfig) -> tuple[tuple[str, ...], ...]:
-    shared = [tuple(dict.fromkeys(group)) for group in placement.colocate_groups]
+    shared = [tuple(dict.fromkeys(group)) for group in placement.colocated]
     for group in shared:
         if unknown := [role for role in group if role not in by_role]:
             raise PlanError(

@@ -16,9 +16,10 @@ def requests(roles: Mapping[str, Any]) -> list[RoleRequest]:
     """What each role's config asks for; `roles` maps a name to a `Spec`, or to anything with its `config`.
 
     A config with a field `replicas` is that of an engine, another that of SPMD ranks. A class attribute
-    `never_on_gpu = True` says that the role needs no device and only moments of a core.
+    `never_on_gpu = True` says that the role needs no device and only moments of a core; `binds = ROLE` that the actors
+    of another role do its work, and nothing is placed for it.
     """
-    return [_request(role, spec.config) for role, spec in roles.items()]
+    return [_request(role, spec.config) for role, spec in roles.items() if not getattr(spec.config, "binds", None)]
 
 
 def _request(role: str, config: Any) -> RoleRequest:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
@@ -19,8 +19,8 @@ Device = Literal["cpu", "cuda"]
 class PlacementConfig:
     """The `placement` node: which roles share devices, and on what kind of device they run."""
 
-    colocate_groups: tuple[tuple[str, ...], ...] = ()
-    """Lists of roles that share devices and take turns; every other role gets its own."""
+    colocate_groups: Literal["all"] | tuple[tuple[str, ...], ...] = ()
+    """Lists of roles that share devices and take turns; every other role gets its own. all: one group of all roles."""
     device_groups: DeviceGroups | None = None
     """Devices by number and the roles on them, the other notation; see `rolegraph.placement.device_groups`."""
     nproc_per_node: Annotated[int, Ge(1)] | None = None
@@ -60,7 +60,7 @@ class PlacementConfig:
             yield f"placement.setup_timeout_s={self.setup_timeout_s} must be more than 0 seconds, or null to wait"
         yield from environment_problems(self.env)
         seen: dict[str, int] = {}
-        for index, group in enumerate(self.colocate_groups):
+        for index, group in enumerate(self.colocated):
             key = f"placement.colocate_groups[{index}]"
             if len(set(group)) < 2:
                 yield f"{key}={list(group)} names fewer than two roles: roles share devices with each other"
@@ -90,6 +90,17 @@ class PlacementConfig:
             )
 
     @property
+    def colocated(self) -> tuple[tuple[str, ...], ...]:
+        """The colocate groups as lists of roles; none where they are `all` and the roles are not known yet."""
+        return () if self.colocate_groups == "all" else self.colocate_groups
+
+    def for_roles(self, roles: Sequence[str]) -> PlacementConfig:
+        """The same with `all` as the list of `roles`; a role alone shares with nobody."""
+        if self.colocate_groups != "all":
+            return self
+        return replace(self, colocate_groups=(tuple(roles),) if len(roles) > 1 else ())
+
+    @property
     def named_devices(self) -> DeviceGroups | None:
         """The device groups with the least GPUs of a node, wherever that stands."""
         if self.device_groups is None or self.nproc_per_node is None:
@@ -99,7 +110,7 @@ class PlacementConfig:
     def sharing(self, roles: Iterable[str]) -> tuple[tuple[str, ...], ...]:
         """The roles that share devices, of a run of `roles`, in whichever notation they are given."""
         if self.device_groups is None:
-            return self.colocate_groups
+            return self.colocated
         return tuple(group.workers for group in self.device_groups.for_roles(roles).groups)
 
 

@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
+from rolegraph.algorithms.config import SelfTeacherConfig
+from rolegraph.algorithms.teachers import SelfTeacher, Teachers
 from rolegraph.batch import Batch
 from rolegraph.data.dataset import Batches
-from rolegraph.interfaces import LossSpec, SamplingParams
+from rolegraph.interfaces import LossSpec, PolicyWeights, SamplingParams
 from rolegraph.turns import TurnTaker
 
 
@@ -120,6 +122,18 @@ class Train:
             columns["ref_kl"] = self.ref_kl(batch)
         return away(columns)
 
+    async def teach(self, batch: Batch, *, weights: str, topk: int, hidden: bool, temperature: float) -> Batch:
+        self.calls.append(f"teach with {weights}")
+        return scores(batch, topk, hidden)
+
+    async def average_weights(self, decay: float) -> list[None]:
+        self.calls.append(f"average {decay}")
+        return [None]
+
+    async def use_teacher_head(self, head: Any, info: Any = None) -> list[None]:
+        self.calls.append(f"head of {head}")
+        return [None]
+
     async def reset_optimizer(self) -> list[None]:
         self.calls.append("reset_optimizer")
         return [None]
@@ -159,6 +173,32 @@ class Rollout:
         return rows.merge(drawn)
 
 
+def scores(batch: Batch, topk: int, hidden: bool, mark: float = 0.0) -> Batch:
+    """A teacher's columns; the light one `mark` says whose they are."""
+    size = len(batch)
+    columns: dict[str, Any] = {"teacher_token_logprobs": [[0.0]] * size, "mark": np.full(size, mark)}
+    if topk:
+        columns["teacher_logprobs"] = [np.zeros((1, topk), np.float32)] * size
+    if hidden:
+        columns["teacher_hidden"] = [np.zeros((1, 2), np.float32)] * size
+    return away(columns)
+
+
+@dataclass
+class Teacher:
+    calls: list[str]
+    role: str
+    asked: list[tuple[Batch, int, bool, float]] = field(default_factory=list)
+
+    async def score(self, batch: Batch, *, topk: int, hidden: bool, temperature: float) -> Batch:
+        self.calls.append(f"{self.role} scores {len(batch)}")
+        self.asked.append((batch, topk, hidden, temperature))
+        return scores(batch, topk, hidden, mark=float(len(self.role)))
+
+    async def head(self) -> tuple[str, str]:
+        return self.role, "info"
+
+
 @dataclass
 class ORM:
     """Rewards by call: `rewards[k]` are those of call k, the last ones for all further calls."""
@@ -193,20 +233,32 @@ class World:
         max_steps: int | None = 1,
         seed: int = 3,
         turns: TurnTaker | None = None,
+        teachers: Sequence[str] = (),
+        teacher: PolicyWeights | None = None,
+        teacher_temperature: float | None = None,
     ) -> None:
+        """`teachers` are roles of their own; `teacher` the policy's weights that teach."""
         self.calls: list[str] = []
         self.telemetry, self.sync = Telemetry(self.calls), Sync(self.calls)
         self.dataset = Dataset(rows, responses=config.data_needs != "prompt")
         job = SimpleNamespace(
-            config=SimpleNamespace(seed=seed, max_steps=max_steps),
+            config=SimpleNamespace(
+                seed=seed, max_steps=max_steps, keeps_reference=config.needs_reference or isinstance(teacher, str)
+            ),
             dataset=self.dataset,
             telemetry=self.telemetry,
             sync=self.sync,
             turns=turns or TurnTaker(),
         )
-        self.algorithm = algorithm(config, job)
         self.train, self.rollout = Train(self.calls), Rollout(self.calls, self.sync)
         self.orm = ORM(self.calls, rewards)
+        self.teachers = {role: Teacher(self.calls, role) for role in teachers}
+        self.teacher: Any = self.teachers.get("teacher")
+        handles: dict[str, Any] = dict(self.teachers)
+        if teacher is not None:
+            handles = {"teacher": SelfTeacher(SelfTeacherConfig(weights=teacher), cast(Any, self.train))}
+        job.teachers = Teachers(handles, teacher_temperature)
+        self.algorithm = algorithm(config, job)
         for name in algorithm.roles():
             setattr(self.algorithm, name, getattr(self, name))
 

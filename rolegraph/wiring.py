@@ -1,0 +1,80 @@
+"""What an algorithm is given for the roles of its config: models found, handles, teachers, and the way of weights."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from rolegraph.algorithms.teachers import Teachers
+from rolegraph.config.schema import RunConfig
+from rolegraph.errors import ConfigError
+from rolegraph.graph import RoleGraph
+from rolegraph.models import ModelConfig, ensure
+from rolegraph.placement import Plan
+from rolegraph.weights import WeightSync
+
+
+def import_target(target: str) -> Any:
+    """The class or function that a checked `_target_` names."""
+    module, _, name = target.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def with_models(config: RunConfig, policy: str) -> RunConfig:
+    """The config with a folder for every role's model: its own, made or fetched first, or the policy's.
+
+    Raises ConfigError for a teacher whose token ids mean something else than the policy's.
+    """
+    config = config.with_model_path(policy)
+    for role, spec in config.roles.items():
+        if isinstance(getattr(spec.config, "model", None), ModelConfig):
+            config = config.with_role(role, model=ensure(spec.config.model))
+    check_tokenizers(config, policy)
+    return config
+
+
+def check_tokenizers(config: RunConfig, policy: str) -> None:
+    """Raises ConfigError, with the first token that differs, for a teacher that reads ids in another way."""
+    from rolegraph.data.tokenizer import first_difference
+
+    for role, spec in config.started.items():
+        path = getattr(spec.config, "model", None)
+        if role.startswith("teacher") and path not in (None, policy) and (found := first_difference(policy, path)):
+            raise ConfigError(
+                f"{role}.model={path} has another tokenizer than the policy, and token ids are what both compare: "
+                f"{found}"
+            )
+
+
+def handles_of(config: RunConfig, graph: RoleGraph) -> dict[str, Any]:
+    """What the algorithm holds for each role: the handle of its group, or what stands for it in the driver."""
+    handles: dict[str, Any] = {role: graph.groups[role].handle for role in config.started}
+    for role, spec in config.roles.items():
+        if role not in handles:
+            handles[role] = import_target(spec.target)(spec.config, handles[spec.config.binds])
+    return handles
+
+
+def teachers_of(config: RunConfig, handles: Mapping[str, Any]) -> Teachers:
+    """All teachers of the run; none where nothing is distilled."""
+    roles = [role for role in handles if role == "teacher" or role.startswith("teacher_")]
+    as_asked = all(getattr(config.roles[role].config, "temperatures", False) for role in roles)
+    return Teachers({role: handles[role] for role in roles}, None if as_asked else 1.0)
+
+
+def weight_sync(config: RunConfig, placed: Plan, graph: RoleGraph) -> WeightSync | None:
+    """The way from `train` to `rollout`, by the devices both are on."""
+    if "train" not in graph.groups or "rollout" not in graph.groups:
+        return None
+    on_gpus = {slot.device_ids for role in ("train", "rollout") for slot in placed.roles[role]}
+    if placed.device == "cpu":
+        backend = "gloo"
+    elif "rollout" not in placed.group_of("train"):
+        backend = "nccl"
+    else:
+        # Two processes on one GPU hand over memory; NCCL refuses them, and an engine that spans more GPUs than the
+        # sending rank's cannot open its memory everywhere: those go through the host.
+        backend = "ipc" if len(on_gpus) == 1 and len(next(iter(on_gpus))) == 1 else "gloo"
+    drain = getattr(config.algorithm.config, "on_sync", None) == "drain"
+    return WeightSync(graph.groups["train"].handle, [graph.groups["rollout"].handle], backend=backend, drain=drain)
