@@ -251,7 +251,7 @@ def _distilled(model: Any, batch: Batch, spec: LossSpec) -> tuple[float, float]:
     loss.backward()
     norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), torch.inf))
     model.zero_grad()
-    return float(loss), norm
+    return float(loss.detach()), norm
 
 
 def _hf_logprobs(model: Any, batch: Batch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
