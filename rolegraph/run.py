@@ -190,12 +190,13 @@ def _place(config: RunConfig, stack: AsyncExitStack) -> Plan:
     if not cluster.is_joined:
         return plan(this_machine(), asked, config.placement)
     whole, placement = cluster_inventory(), config.placement
+    if placement.device_groups is not None:  # these count the cluster's devices, whoever holds them
+        return plan(whole, asked, placement)
     if whole.gpus and placement.device == "auto":
         # A cluster whose GPUs are all taken is no cluster without GPUs.
         placement = dataclasses.replace(placement, device="gpu")
-    if placement.device_groups is None:  # these count the cluster's devices, whoever holds them
-        with contextlib.suppress(PlanError):
-            return plan(cluster_inventory(free=True), asked, placement)
+    with contextlib.suppress(PlanError):
+        return plan(cluster_inventory(free=True), asked, placement)
     return plan(whole, asked, placement)
 
 

@@ -14,6 +14,7 @@ from rolegraph.graph import process_env
 from rolegraph.host import torch_env
 from rolegraph.nodes import Holder, find_node, named
 from rolegraph.placement import Inventory, Node, PlacementConfig, Plan, RoleRequest, Slot, plan
+from rolegraph.placement.device_groups import DeviceGroup, DeviceGroups
 from rolegraph.reservation import Reservation, bundles_of, order_devices
 from rolegraph.role import Mesh, RoleContext
 from rolegraph.run import _place
@@ -144,9 +145,9 @@ def test_a_run_takes_what_is_free_and_plans_to_wait_where_that_is_not_enough(mon
     monkeypatch.setattr(Cluster, "connect", lambda *_: joined)
     monkeypatch.setattr("rolegraph.nodes.cluster_inventory", lambda *, free=False: left[0] if free else whole)
 
-    def placed(gpus: int) -> set[str]:
+    def placed(gpus: int | None, placement: PlacementConfig | None = None) -> set[str]:
         train = SimpleNamespace(config=SimpleNamespace(gpus=gpus))
-        config: Any = SimpleNamespace(use_ray=True, roles={"train": train}, placement=PlacementConfig())
+        config: Any = SimpleNamespace(use_ray=True, roles={"train": train}, placement=placement or PlacementConfig())
         found = _place(config, AsyncExitStack())
         assert found.device == "cuda"
         return {slot.node for slot in found.roles["train"]}
@@ -156,3 +157,5 @@ def test_a_run_takes_what_is_free_and_plans_to_wait_where_that_is_not_enough(mon
     assert placed(gpus=4) == {"n0", "n1"}, "to wait for n0"
     left = [Inventory((Node("n0", (), 4.0), Node("n1", (), 4.0)))]
     assert placed(gpus=2) == {"n0"}, "not on the cores, which are free"
+    named = DeviceGroups((DeviceGroup("g", "cuda", (0, 1), 2, ("train",)),))
+    assert placed(None, PlacementConfig(device_groups=named)) == {"n0"}, "numbers count what others hold too"
