@@ -17,6 +17,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from rolegraph.errors import ConfigError, RoleGraphError
+from rolegraph.graph import GraphOptions, RoleGraph
+from rolegraph.group import refuse_in_loop, run_sync
 from rolegraph.host import RoleSpec
 from rolegraph.placement import PlacementConfig, Plan, RoleRequest, Slot, plan, this_machine
 from rolegraph.placement.device_groups import DeviceGroups
@@ -26,7 +28,6 @@ from rolegraph.role import Mesh
 if TYPE_CHECKING:
     from rolegraph.cluster import Cluster
     from rolegraph.dispatch import AnyEndpoint
-    from rolegraph.graph import RoleGraph
     from rolegraph.group import RoleGroup
     from rolegraph.reservation import Reservation
 
@@ -58,6 +59,7 @@ def initialize(
     timeout_s: float = 30.0,
     ray_exp_name: str | None = None,
     output_dir: str | Path | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> Session:
     """Reserve the devices of a program with decorated classes, before it constructs the first of them.
 
@@ -70,6 +72,7 @@ def initialize(
     timeout_s: seconds to wait for the devices.
     ray_exp_name: names the program's actors on a cluster; null makes one up.
     output_dir: where the actors write their logs; null: outputs/PROGRAM/TIME.
+    env: environment variables of the actors, which do not inherit those that this program sets for itself.
 
     Raises ConfigError for faulty groups and unknown workers, PlanError where they do not fit.
     """
@@ -85,7 +88,14 @@ def initialize(
     named = None if given is None else _read(given)
     program = re.sub(r"[^\w.-]+", "-", Path(sys.argv[0]).stem) or "program"
     folder = Path(output_dir or Path("outputs", program, time.strftime("%Y-%m-%d_%H-%M-%S")))
-    session = Session(named, use_ray, timeout_s, ray_exp_name or f"{program}-{os.getpid()}", folder)
+    options = GraphOptions(
+        exp_name=ray_exp_name or f"{program}-{os.getpid()}",
+        run_dir=str(folder),
+        use_ray=use_ray,
+        timeout_s=timeout_s,
+        env=dict(env or {}),
+    )
+    session = Session(named, options)
     session.open()
     _current = session
     return session
@@ -132,14 +142,9 @@ def _read(given: Any) -> DeviceGroups:
 class Session:
     """The devices of a program, and the graphs of the groups that run on them."""
 
-    def __init__(
-        self, named: DeviceGroups | None, use_ray: bool, timeout_s: float, exp_name: str, output_dir: Path
-    ) -> None:
+    def __init__(self, named: DeviceGroups | None, options: GraphOptions) -> None:
         self.named = named
-        self.use_ray = use_ray
-        self.timeout_s = timeout_s
-        self.exp_name = exp_name
-        self.output_dir = output_dir
+        self.options = options
         self.is_open = False
         self._plan: Plan | None = None
         self._owner: dict[str, str] = {}
@@ -151,11 +156,9 @@ class Session:
 
     def open(self) -> None:
         """Reserve the devices."""
-        from rolegraph.group import refuse_in_loop, run_sync
-
         refuse_in_loop()
         self.is_open = True
-        if not self.use_ray:
+        if not self.options.use_ray:
             return  # what runs in this process ends with it
         try:
             run_sync(self._reserve())
@@ -174,9 +177,11 @@ class Session:
         self._cluster = Cluster.connect(this_machine().cpus)
         inventory = cluster_inventory() if self._cluster.is_joined else this_machine()
         requests = [RoleRequest(worker) for worker in self.named.workers()]
-        self._plan = plan(inventory, requests, PlacementConfig(device_groups=self.named, timeout_s=self.timeout_s))
-        self._reservation = Reservation(self._plan, self.exp_name)
-        await self._reservation.take(self.timeout_s)
+        self._plan = plan(
+            inventory, requests, PlacementConfig(device_groups=self.named, timeout_s=self.options.timeout_s)
+        )
+        self._reservation = Reservation(self._plan, self.options.exp_name)
+        await self._reservation.take(self.options.timeout_s)
 
     def claim(self, worker: str, groups: Sequence[str]) -> None:
         """Give groups to an object of the class `worker`; RoleGraphError when they have no devices or are taken."""
@@ -204,7 +209,7 @@ class Session:
     ) -> Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]:
         """The arguments of a construction as they are now, for one group."""
         try:
-            if not self.use_ray:
+            if not self.options.use_ray:
                 kept = copy.deepcopy((args, kwargs))
                 return lambda: kept
             from ray import cloudpickle
@@ -217,13 +222,7 @@ class Session:
 
     def launch(self, roles: Mapping[str, RoleSpec]) -> dict[str, RoleGroup[Any]]:
         """Start the actors of some groups, each constructing its object; returns the groups by name."""
-        from rolegraph.graph import GraphOptions, RoleGraph
-        from rolegraph.group import run_sync
-
-        options = GraphOptions(
-            exp_name=self.exp_name, run_dir=str(self.output_dir), use_ray=self.use_ray, timeout_s=self.timeout_s
-        )
-        graph = RoleGraph(self._plan_of(roles), roles, options, reservation=self._reservation)
+        graph = RoleGraph(self._plan_of(roles), roles, self.options, reservation=self._reservation)
         run_sync(graph.start())
         self._graphs.append(graph)
         self._groups |= graph.groups
@@ -249,8 +248,6 @@ class Session:
     def close(self) -> None:
         """End every actor and give the devices back; safe to call again."""
         global _current
-        from rolegraph.group import run_sync
-
         if _current is self:
             _current = None
         atexit.unregister(self.close)

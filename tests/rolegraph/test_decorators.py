@@ -18,7 +18,7 @@ from tests.typed import errors_of
 
 
 def test_the_two_model_program() -> None:
-    with initialize(use_ray=False):
+    with initialize(use_ray=False, env={"TOLD": "yes"}):
         trainer = MyTrainer(arguments())
         assert trainer.prepared == [None, None], "passed over on the driver"
         assert (trainer.where, trainer.data) == ("driver", list(range(7)))
@@ -27,7 +27,7 @@ def test_the_two_model_program() -> None:
         assert [samples for samples, _ in losses] == [[(weight + step) * n for n in range(7)] for step in range(3)]
         assert [loss for _, loss in losses] == [21 * (weight + step) + 0.5 for step in range(3)]
         (here,) = trainer.what_is_here()
-        assert (here["where"], here["size"], here["has_bias"]) == ("model1", 7, False)
+        assert (here["where"], here["size"], here["has_bias"], here["told"]) == ("model1", 7, False, "yes")
         assert trainer.update(10) == weight + 13
 
 

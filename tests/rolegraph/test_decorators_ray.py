@@ -48,7 +48,7 @@ def free(ray_cluster: None) -> Iterator[dict[str, Any]]:
 def test_on_cpu_groups_the_program_gives_what_it_gives_locally(tmp_path: Path) -> None:
     with initialize(use_ray=False):
         expected = MyTrainer(arguments()).train()
-    with initialize(TWO, output_dir=tmp_path):
+    with initialize(TWO, output_dir=tmp_path, env={"TOLD": "yes"}):
         trainer = MyTrainer(arguments())
         calc = Calculator(1)  # shares the cores of model2, in processes of its own
         assert trainer.prepared == [None, None]
@@ -56,6 +56,7 @@ def test_on_cpu_groups_the_program_gives_what_it_gives_locally(tmp_path: Path) -
         told = trainer.what_is_here()
         assert len({one["pid"] for one in told} | {os.getpid()}) == 3
         assert [(one["where"], one["size"], one["has_bias"]) for one in told] == [("model1", 7, False)] * 2
+        assert {one["told"] for one in told} == {"yes"}
         assert len(trainer.forward_model2([1])) == 2
         both = trainer.step(0)
         assert trainer.update(5) == both[0] // 2 + 5

@@ -59,7 +59,13 @@ class MyTrainer:
 
     @function(group="model1")
     def what_is_here(self) -> dict[str, Any]:
-        return {"pid": os.getpid(), "where": self.where, "size": len(self.data), "has_bias": hasattr(self, "bias")}
+        return {
+            "pid": os.getpid(),
+            "where": self.where,
+            "size": len(self.data),
+            "has_bias": hasattr(self, "bias"),
+            "told": os.environ.get("TOLD"),
+        }
 
     @function(group="model1")
     def ask_model2(self) -> Any:
