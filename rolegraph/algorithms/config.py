@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 
@@ -186,6 +186,7 @@ class GRPOConfig(PolicyOptions, SamplingOptions, OverlapOptions):
         yield from self._check_batch()
         yield from self._check_estimator()
         yield from self.check_overlap()
+        yield from self._check_teacher(getattr(run, "roles", None))
         corrected = replace(self, rollout_importance_correction="truncate") if self.corrects_by_default else self
         yield from corrected.check_loss("algorithm")
         if self.max_resample_times is not None and not self.dynamic_sample:
@@ -202,6 +203,35 @@ class GRPOConfig(PolicyOptions, SamplingOptions, OverlapOptions):
                         f"give it as algorithm.loss.{name} if that takes it, or remove it"
                     )
 
+    @property
+    def has_teacher(self) -> bool:
+        """Whether a teacher scores the samples: a loss of its own asks by an argument `teacher_kl_coef` above 0."""
+        given = self.loss.kwargs.get("teacher_kl_coef") if self.loss else self.teacher_kl_coef
+        return float(given or 0.0) > 0
+
+    def _check_teacher(self, roles: Mapping[str, Any] | None) -> Iterator[str]:
+        """A teacher and its coefficient come together; rewards may stay away only with them."""
+        if roles is None:
+            return
+        teachers = [role for role in roles if role.startswith("teacher")]
+        if self.has_teacher and not teachers:
+            yield "algorithm.teacher_kl_coef needs a teacher: choose one with teacher=NAME (or self), or set it to 0"
+        if teachers and not self.has_teacher:
+            yield f"{teachers[0]} is idle with algorithm.teacher_kl_coef=0: set it above 0, or {teachers[0]}=null"
+        if self.has_teacher and self.temperature != 1:
+            for role in teachers:
+                if not getattr(roles[role].config, "temperatures", False):
+                    yield (
+                        f"algorithm.teacher_kl_coef at temperature={self.temperature:g} needs teacher logprobs at that "
+                        f"temperature, and those of {role}={roles[role].name} are always of temperature 1: set "
+                        f"algorithm.temperature=1, or {role}=megatron or huggingface"
+                    )
+        if "orm" not in roles:
+            if not self.has_teacher:
+                yield "nothing to learn from without rewards: choose orm=functions, or a teacher and teacher_kl_coef"
+            if self.dynamic_sample:
+                yield "algorithm.dynamic_sample=true looks at rewards, and orm=null: set it to false, or orm=functions"
+
     def _check_batch(self) -> Iterator[str]:
         size, group = self.global_batch_size, self.num_generations
         if rest := size % group:
@@ -217,10 +247,10 @@ class GRPOConfig(PolicyOptions, SamplingOptions, OverlapOptions):
 
     def _check_estimator(self) -> Iterator[str]:
         estimator = self.advantage_estimator
-        if self.num_generations < 2 and estimator != "reinforce_plus_plus":
+        if self.num_generations < 2 and estimator != "reinforce_plus_plus" and not self.has_teacher:
             yield (
                 f"algorithm.num_generations=1: {estimator} compares the samples of one prompt and needs at least 2 "
-                "(or advantage_estimator=reinforce_plus_plus)"
+                "(or advantage_estimator=reinforce_plus_plus, or a teacher with teacher_kl_coef)"
             )
         if self.num_generations < 2 and self.dynamic_sample:
             yield "algorithm.dynamic_sample=true drops every group of num_generations=1 (no spread): set at least 2"

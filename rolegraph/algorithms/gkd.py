@@ -71,7 +71,7 @@ class GKD(Algorithm):
                     rows, metrics = await generations.take()
                 else:
                     rows, metrics = self.rows_of(step), {}
-                rows = await self.scored(rows)
+                rows = await self.teachers.taught(self, rows, self.ask)
                 telemetry.samples(step, rows.drop(["teacher_hidden"]))
                 metrics |= await self.step(rows, on_policy=step in on_policy)
                 telemetry.step(step, metrics | {"on_policy": float(step in on_policy)})
@@ -91,7 +91,9 @@ class GKD(Algorithm):
         async with self.turn("generate"):
             samples = await self.rollout.generate(prompts, sampling)
         metrics = measure.of_lengths(samples)
-        return samples if self.teachers.own is not None else await self.scored(samples), metrics
+        if self.teachers.own is None:
+            samples = await self.teachers.taught(self, samples, self.ask)
+        return samples, metrics
 
     def rows_of(self, step: int) -> Batch:
         """The dataset rows of a step, whatever order the steps are asked for in."""
@@ -99,13 +101,6 @@ class GKD(Algorithm):
             self.drawn += 1
             self.ahead[self.drawn] = next(self.batches)
         return self.ahead.pop(step)
-
-    async def scored(self, rows: Batch) -> Batch:
-        """The rows with what the teacher thinks of every response token; those that have it already stay."""
-        if "teacher_token_logprobs" in rows:
-            return rows
-        async with self.turn(self.teachers.phase):
-            return await self.teachers.score(rows, self.ask)
 
     async def introduce(self) -> None:
         """Make trainer and teacher known to each other."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -13,9 +14,11 @@ from rolegraph.algorithms.ahead import Generations
 from rolegraph.algorithms.base import Algorithm
 from rolegraph.algorithms.config import GRPOConfig
 from rolegraph.algorithms.sft import warm_start
+from rolegraph.algorithms.teachers import Ask
 from rolegraph.batch import Batch
-from rolegraph.interfaces import Metrics, ORMRole, RolloutRole, TrainRole
+from rolegraph.interfaces import Metrics, ORMRole, RolloutRole, TeacherRole, TrainRole
 from rolegraph.losses import advantages
+from rolegraph.role import Role
 from rolegraph.staleness import Staleness
 
 if TYPE_CHECKING:
@@ -41,11 +44,14 @@ class GRPO(Algorithm):
     config: GRPOConfig
     train: TrainRole
     rollout: RolloutRole
-    orm: ORMRole
+    orm: ORMRole | None
+    teacher: TeacherRole | None
+    more_roles: ClassVar[Mapping[str, type[Role]]] = MappingProxyType({"teacher_": TeacherRole})
 
     def __init__(self, config: GRPOConfig, run: Run) -> None:
         super().__init__(config, run)
         self.loss = config.loss_spec()
+        self.teachers, self.ask = run.teachers, Ask(temperature=config.temperature)
         self.prompts = run.dataset.batches(config.prompts_per_generation, run.config.seed)
         self.rounds = 0
         """Calls of `generate` so far, the `step` of their samples: no two samples of a run share a seed."""
@@ -55,6 +61,9 @@ class GRPO(Algorithm):
         telemetry, config = self.job.telemetry, self.config
         if config.warm_start is not None:
             await warm_start(self, self.train, config.warm_start, rows=config.global_batch_size)
+        if self.teachers.own is not None:
+            async with self.turn("teach"):
+                await self.teachers.introduce(self.train, self.ask)
         steps, step = self.steps(config.prompts_per_generation / config.steps_per_batch), 0
         telemetry.stage("grpo", steps)
         async with self.generations(math.ceil(steps / config.steps_per_batch)) as generations:
@@ -114,6 +123,10 @@ class GRPO(Algorithm):
         self.rounds += 1
         async with self.turn("generate"):
             samples = await self.rollout.generate(prompts.with_columns({"group": numbers}), sampling)
+        if config.has_teacher and self.teachers.own is None:
+            samples = await self.teachers.taught(self, samples, self.ask)
+        if self.orm is None:
+            return samples.with_columns({"reward": np.zeros(len(samples))})
         async with self.turn("score"):
             return await self.orm.score(samples)
 
@@ -125,6 +138,8 @@ class GRPO(Algorithm):
         config, train = self.config, self.train
         if not len(samples):
             return samples
+        if config.has_teacher:
+            samples = await self.teachers.taught(self, samples, self.ask)
         if config.needs_logprobs:
             async with self.turn("logprobs"):
                 scores = await train.logprobs(samples, temperature=config.temperature, entropy=config.needs_entropy)
@@ -154,13 +169,15 @@ class GRPO(Algorithm):
             return {"step/left_out": 1.0}
         async with self.turn("train"):
             metrics = await self.train.step(batch, loss=self.loss, temperature=self.config.temperature)
+            if self.teachers.own is not None:
+                await self.teachers.own.follow()
         return measure.of_step(metrics)
 
     def measure(self, drawn: Batch, kept: Batch, rounds: int) -> Metrics:
         """The metrics of a generation, over everything that was drawn for it."""
         groups = advantages.group_statistics(drawn.numpy("reward"), drawn.numpy("group"))
         overlong = int(measure.truncated(kept).sum()) if self.config.overlong_filter else 0
-        found = measure.of_samples(drawn, groups)
+        found = measure.of_samples(drawn, groups) if self.orm is not None else measure.of_lengths(drawn)
         found |= {"rows/drawn": float(len(drawn)), "rows/dropped": float(len(drawn) - len(kept) + overlong)}
         return found | ({"resample/rounds": rounds - 1.0} if self.config.dynamic_sample else {})
 

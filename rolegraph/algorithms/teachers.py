@@ -9,6 +9,7 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
+from rolegraph.algorithms.base import Algorithm
 from rolegraph.algorithms.config import SelfTeacherConfig
 from rolegraph.batch import Batch
 from rolegraph.errors import ConfigError
@@ -125,6 +126,13 @@ class Teachers:
 
     async def _call(self, role: str, rows: Batch, ask: Ask) -> Batch:
         return await self.by_role[role].score(rows, topk=ask.topk, hidden=ask.hidden, temperature=ask.temperature)
+
+    async def taught(self, algorithm: Algorithm, rows: Batch, ask: Ask) -> Batch:
+        """`score` in its turn; rows that have a teacher's columns already stay as they are."""
+        if "teacher_token_logprobs" in rows or not len(rows):
+            return rows
+        async with algorithm.turn(self.phase):
+            return await self.score(rows, ask)
 
     async def introduce(self, train: TrainRole, ask: Ask) -> None:
         """Before the first step: what the trainer has to know about the teacher."""

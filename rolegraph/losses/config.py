@@ -32,6 +32,9 @@ class PolicyOptions:
     """Upper bound of the ratio where the advantage is negative (two-sided clipping); null: none."""
     beta: Annotated[float, Ge(0)] = 0.0
     """Weight of the KL to the reference weights (k3 estimator); above 0 the train role keeps reference weights."""
+    teacher_kl_coef: Annotated[float, Ge(0)] = 0.0
+    """Distil inside RL: each token's advantage gains this times (teacher logprob - old logprob), whose mean is the
+    negative KL(old || teacher)."""
     top_entropy_quantile: Annotated[float, Gt(0), Le(1)] = 1.0
     """Share of tokens, those of highest entropy in the global batch, that the policy gradient uses."""
     rollout_importance_correction: Literal["truncate", "mask"] | None = None

@@ -23,6 +23,7 @@ class PolicyLoss(PolicyLossConfig):
 
     Columns: `advantage` a row (or `reward` with `kl_returns`); `logprobs` of the weights that the ratio is against,
     where missing the current ones, which is exact when every sample is used for one step; `ref_logprobs` for the KL;
+    `teacher_token_logprobs` for `teacher_kl_coef`;
     `rollout_logprobs` for the importance correction; `entropy` for `top_entropy_quantile`. Every option keeps its
     meaning however rows are split over micro-batches and ranks.
 
@@ -40,6 +41,8 @@ class PolicyLoss(PolicyLossConfig):
         tokens = replace(tokens, logprobs=_where_masked(tokens.logprobs, tokens))
         old = self.old_logprobs(tokens)
         advantage = self.advantages(tokens)
+        if self.teacher_kl_coef > 0:
+            advantage = advantage + self.teacher_kl_coef * (column(tokens, "teacher_token_logprobs") - old)
         ratio = terms.importance_ratio(tokens, old, self.importance_sampling_level)
         per_token = self.surrogate(tokens.logprobs, ratio, advantage)
         stats = token_stats(tokens, old) | self.ratio_stats(tokens, ratio.detach(), advantage)
@@ -119,12 +122,17 @@ class PolicyLoss(PolicyLossConfig):
 
 
 def token_stats(tokens: TokenBatch, old: Tensor) -> dict[str, Stat]:
-    """Entropy, the KL to the reference, and how far the rollout's logprobs are from the trainer's, all in nats."""
+    """Entropy, the KLs to reference and teacher, and how far the rollout's logprobs are from the trainer's, in nats.
+
+    The KL to the teacher is KL(old || teacher), estimated by the difference of the logprobs of what was drawn.
+    """
     stats = {}
     if tokens.entropy is not None:
         stats["entropy"] = _mean(_where_masked(tokens.entropy, tokens), tokens)
     if "ref_logprobs" in tokens.columns:
         stats["kl"] = _mean(terms.k3(tokens.logprobs.detach(), column(tokens, "ref_logprobs")), tokens)
+    if "teacher_token_logprobs" in tokens.columns:
+        stats["teacher/kl"] = _mean(old - column(tokens, "teacher_token_logprobs"), tokens)
     if "rollout_logprobs" in tokens.columns:
         difference = (old - column(tokens, "rollout_logprobs")).abs()
         stats["rollout_logprob_difference/mean"] = _mean(difference, tokens)

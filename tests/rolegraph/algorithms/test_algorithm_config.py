@@ -5,11 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rolegraph.algorithms.config import GRPOConfig, PTConfig, SFTConfig, WarmStartConfig
+from rolegraph.config.schema import Spec
 from rolegraph.interfaces import LossSpec
 from rolegraph.losses import resolve
 from rolegraph.losses.config import PolicyLossConfig, PolicyOptions
@@ -116,6 +118,7 @@ def test_the_options_of_the_default_loss_reach_it() -> None:
         "epsilon_high": 0.3,
         "delta": 2.0,
         "beta": 0.5,
+        "teacher_kl_coef": 0.5,
         "top_entropy_quantile": 0.5,
         "rollout_importance_correction": "mask",
         "rollout_importance_threshold": 3.0,
@@ -179,3 +182,41 @@ def test_defaults_live_in_one_place() -> None:
     ours = {f.name: f.default for f in fields(GRPOConfig)}
     assert {f.name: ours[f.name] for f in fields(PolicyOptions)} == {f.name: f.default for f in fields(PolicyOptions)}
     assert PolicyLossConfig().loss_type == GRPOConfig().loss_type
+
+
+class Engine:
+    """The config of a teacher whose logprobs are always of temperature 1."""
+
+
+def faults_with(roles: tuple[str, ...], **options: Any) -> list[str]:
+    run = SimpleNamespace(roles={role: Spec("a.VLLMTeacher", Engine()) for role in roles})
+    return list(GRPOConfig(**options).check(run))
+
+
+@pytest.mark.parametrize(
+    ("roles", "options", "message"),
+    [
+        (("orm",), {"teacher_kl_coef": 1.0}, "algorithm.teacher_kl_coef needs a teacher: choose one with teacher=NAME"),
+        (("orm", "teacher"), {}, "teacher is idle with algorithm.teacher_kl_coef=0: set it above 0, or teacher=null"),
+        ((), {}, "nothing to learn from without rewards: choose orm=functions, or a teacher and teacher_kl_coef"),
+        (
+            ("teacher",),
+            {"teacher_kl_coef": 1.0, "dynamic_sample": True},
+            "algorithm.dynamic_sample=true looks at rewards, and orm=null",
+        ),
+        (
+            ("orm", "teacher"),
+            {"teacher_kl_coef": 1.0, "temperature": 0.9},
+            "algorithm.teacher_kl_coef at temperature=0.9 needs teacher logprobs at that temperature",
+        ),
+    ],
+)
+def test_teachers_and_rewards_go_together(roles: tuple[str, ...], options: dict[str, Any], message: str) -> None:
+    found = faults_with(roles, **options)
+    assert len(found) == 1
+    assert found[0].startswith(message)
+
+
+def test_a_teacher_needs_neither_rewards_nor_groups() -> None:
+    assert faults_with(("teacher",), teacher_kl_coef=1.0, num_generations=1) == []
+    assert faults_with(("orm", "teacher"), teacher_kl_coef=1.0) == []

@@ -12,7 +12,7 @@ from rolegraph.algorithms.config import GRPOConfig, WarmStartConfig
 from rolegraph.algorithms.grpo import GRPO, first_groups, optimizer_batches
 from rolegraph.batch import Batch, bytes_held
 from rolegraph.errors import BatchError
-from rolegraph.interfaces import LossSpec, ORMRole, RolloutRole, TrainRole
+from rolegraph.interfaces import LossSpec, ORMRole, RolloutRole, TeacherRole, TrainRole
 from tests.rolegraph.algorithms.fakes import World, away
 
 TWO_BY_TWO = GRPOConfig(global_batch_size=4, num_generations=2, scale_rewards="none", max_completion_length=9)
@@ -24,7 +24,8 @@ async def run(rewards: list[list[float | None]], max_steps: int | None = 1, rows
 
 
 def test_roles_come_from_the_annotations() -> None:
-    assert GRPO.roles() == {"train": (TrainRole, False), "rollout": (RolloutRole, False), "orm": (ORMRole, False)}
+    needed = {"train": (TrainRole, False), "rollout": (RolloutRole, False)}
+    assert GRPO.roles() == needed | {"orm": (ORMRole, True), "teacher": (TeacherRole, True)}
 
 
 async def test_the_order_of_calls() -> None:
@@ -258,3 +259,38 @@ def test_first_groups() -> None:
     batch = Batch.from_columns({"group": np.array([1, 1, 4, 6, 6], np.int32)})
     assert first_groups(batch, 2)["group"].to_pylist() == [1, 1, 4]
     assert len(first_groups(batch, 3)) == 5
+
+
+def taught(rewards: bool = True, **options: Any) -> World:
+    """GRPO with a teacher, with rewards or without."""
+    roles = {name: options.pop(name) for name in ("teachers", "teacher") if name in options}
+    config = replace(TWO_BY_TWO, teacher_kl_coef=0.5, **options)
+    world = World(GRPO, config, rewards=[[1.0, 0.0, 5.0, 3.0]], max_steps=2, **roles or {"teachers": ["teacher"]})
+    if not rewards:
+        world.algorithm.orm = None
+    return world
+
+
+async def test_a_teacher_scores_samples_beside_their_rewards() -> None:
+    world = await taught().run()
+    once = ["generate", "teacher scores 4", "score", "step"]
+    assert world.calls == ["sync 1", *once, "log 1", "sync 2", *once, "log 2"]
+    (batch, loss, *_) = world.train.steps[0]
+    assert "teacher_token_logprobs" in batch
+    assert batch.numpy("advantage").tolist() == [0.5, -0.5, 1.0, -1.0], "rewards are compared as ever"
+    assert loss.kwargs == {"teacher_kl_coef": 0.5}
+    assert [(topk, hidden, at) for _, topk, hidden, at in world.teacher.asked] == [(0, False, 1.0)] * 2
+
+
+async def test_a_teacher_without_rewards_and_groups_of_one() -> None:
+    world = await taught(rewards=False, num_generations=1).run()
+    assert world.calls == [c for n in (1, 2) for c in (f"sync {n}", "generate", "teacher scores 4", "step", f"log {n}")]
+    (batch, *_) = world.train.steps[0]
+    assert batch.numpy("advantage").tolist() == [0.0] * 4
+    assert "reward/mean" not in world.telemetry.steps[0][1], "there are none to report"
+
+
+async def test_the_policy_as_its_own_teacher_in_rl() -> None:
+    world = await taught(teacher="average").run()
+    once = ["generate", "score", "teach with average", "step", "average 0.99"]
+    assert world.calls == ["average 0.99", "sync 1", *once, "log 1", "sync 2", *once, "log 2"]

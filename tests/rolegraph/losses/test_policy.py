@@ -39,6 +39,7 @@ def random_rows(seed: int, count: int = 5, longest: int = 6) -> list[Row]:
         near = {
             name: [x + draw.gauss(0, 0.5) for x in tokens] for name in ("logprobs", "ref_logprobs", "rollout_logprobs")
         }
+        near["teacher_token_logprobs"] = [x + draw.gauss(0, 1) for x in tokens]
         near["entropy"] = [draw.uniform(0, 3) for _ in tokens]
         mask = [draw.choice([0, 1, 1, 1]) for _ in tokens]
         if index == 2:
@@ -89,6 +90,8 @@ def reference_token(
     x: torch.Tensor, ratio: torch.Tensor, row: Row, i: int, low: float, high: float, options: dict[str, Any]
 ) -> torch.Tensor:
     get, advantage = options.get, row.per_row["advantage"]
+    difference = row.per_token["teacher_token_logprobs"][i] - row.per_token["logprobs"][i]
+    advantage += get("teacher_kl_coef", 0.0) * difference
     loss_type = get("loss_type", "grpo")
     if loss_type == "cispo":
         term = -min(max(float(ratio.detach()), low), high) * advantage * x
@@ -112,7 +115,9 @@ def reference_token(
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 @pytest.mark.parametrize(
-    "extra", [{}, {"beta": 0.3}, {"epsilon": 0.1, "epsilon_high": 0.3, "delta": 1.5}], ids=["plain", "beta", "bounds"]
+    "extra",
+    [{}, {"beta": 0.3}, {"epsilon": 0.1, "epsilon_high": 0.3, "delta": 1.5}, {"teacher_kl_coef": 0.7}],
+    ids=["plain", "beta", "bounds", "teacher"],
 )
 def test_loss_and_gradient_equal_the_reference(loss_type: str, level: str, extra: dict[str, float]) -> None:
     if "delta" in extra and loss_type == "cispo":
@@ -134,6 +139,7 @@ def random_options(draw: random.Random) -> dict[str, Any]:
         "importance_sampling_level": draw.choice(LEVELS),
         "beta": draw.choice([0.0, 0.2]),
         "top_entropy_quantile": draw.choice([1.0, 0.4]),
+        "teacher_kl_coef": draw.choice([0.0, 0.5]),
         "rollout_importance_correction": draw.choice([None, "truncate", "mask"]),
     }
     if options["beta"]:
@@ -360,3 +366,11 @@ def test_dr_grpo_asks_for_its_length() -> None:
 
 def test_the_loss_has_exactly_the_options_of_its_config() -> None:
     assert [f.name for f in fields(PolicyLoss)] == [f.name for f in fields(PolicyLossConfig)]
+
+
+def test_a_teacher_moves_each_token_by_how_much_likelier_it_finds_it() -> None:
+    """coef 0.5; differences of 1 and -2 nats; an advantage of the row of 0.25; on-policy, so the ratio is 1."""
+    rows = [Row([-1.0, -2.0], None, {"teacher_token_logprobs": [0.0, -4.0]}, {"advantage": 0.25})]
+    result = run(PolicyLoss(teacher_kl_coef=0.5), [rows])
+    assert result.gradient == pytest.approx([-(0.25 + 0.5) / 2, -(0.25 - 1.0) / 2])
+    assert result.metrics["teacher/kl"] == pytest.approx((-1.0 + 2.0) / 2)
