@@ -104,6 +104,8 @@ def _refuse_experts(config: VLLMRolloutConfig) -> None:
 
 
 def _cpu_values(config: VLLMRolloutConfig) -> dict[str, Any]:
+    from roles.rollout import kernels
+
     _refuse_experts(config)
     length = config.max_model_len or int(model_config(config.model or "")["max_position_embeddings"])
     dtype = config.dtype if config.dtype != "auto" else cpu_dtype()
@@ -112,6 +114,7 @@ def _cpu_values(config: VLLMRolloutConfig) -> dict[str, Any]:
         "enforce_eager": config.enforce_eager is not False,
         "kv_cache_memory_bytes": config.kv_cache_bytes or _cpu_cache_bytes(config, length, dtype),
         "block_size": _CPU_BLOCK,
+        "ir_op_priority": {name: [kernels.PROVIDER, "native"] for name in kernels.OPERATORS},
         # A seeded request in a prompt cut over several steps fails on a CPU.
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(length, _CPU_BATCH_TOKENS, config.max_num_seqs),

@@ -21,6 +21,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from rolegraph.errors import WeightSyncError
 from rolegraph.interfaces import TensorInfo, TransferGroup
 from rolegraph.weights import WeightReceiver
+from roles.rollout import kernels  # noqa: F401 - registers its operators in every worker
 
 BACKEND = "rolegraph"
 
