@@ -2,29 +2,36 @@
 
 Any number of threads submit samples and wait for them; between two engine steps the engine's thread takes what was
 submitted, and runs control commands (abort, weight sync). When it fails, everybody who waits gets the cause.
+
+Requests go to vLLM's engine core and tokens come from it: the output processor between them and a caller, which
+detokenises, streams and counts, costs a small model as much in a step as its attention.
 """
 
 from __future__ import annotations
 
+import copy
 import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from vllm import LLMEngine, SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Request:
-    """One sample to draw."""
+    """One sample to draw. Samples that follow each other with the same prompt and params are checked once."""
 
     prompt: list[int]
     params: SamplingParams
+    seed: int | None = None
+    """Instead of the one in `params`, which must have one too."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +70,9 @@ class _Running:
 
     call: _Call
     index: int
-    internal_id: str
     version_first: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
 
 
 class EngineThread:
@@ -97,11 +105,12 @@ class EngineThread:
 
         def add(engine: LLMEngine) -> None:
             try:
-                for index, request in enumerate(requests):
-                    self._add(engine, call, index, request)
+                self._add(engine, call, requests)
             except Exception as error:
                 mine = [key for key, running in self._running.items() if running.call is call]
-                engine.abort_request([self._running.pop(key).internal_id for key in mine], internal=True)
+                for key in mine:
+                    del self._running[key]
+                engine.engine_core.abort_requests(mine)
                 call.future.set_exception(error)
 
         self._send(add, call.future)
@@ -180,48 +189,59 @@ class EngineThread:
                 return False
             item[0](engine)
 
-    def _add(self, engine: LLMEngine, call: _Call, index: int, request: Request) -> None:
-        self._count += 1
-        key = str(self._count)
-        internal = engine.add_request(key, {"type": "token", "prompt_token_ids": request.prompt}, request.params)
-        self._running[key] = _Running(call, index, internal, self.version)
+    def _add(self, engine: LLMEngine, call: _Call, requests: Sequence[Request]) -> None:
+        checked: tuple[Request, EngineCoreRequest] | None = None
+        for index, request in enumerate(requests):
+            self._count += 1
+            key = str(self._count)
+            if checked is None or checked[0].prompt is not request.prompt or checked[0].params is not request.params:
+                checked = (
+                    request,
+                    engine.input_processor.process_inputs(
+                        key,
+                        {"type": "token", "prompt_token_ids": request.prompt},
+                        request.params,
+                        supported_tasks=engine.get_supported_tasks(),
+                    ),
+                )
+            one = copy.copy(checked[1])
+            one.request_id = key
+            if request.seed is not None:
+                one.sampling_params = copy.copy(one.sampling_params)
+                one.sampling_params.seed = request.seed
+            engine.engine_core.add_request(one)
+            self._running[key] = _Running(call, index, self.version)
 
     def _step(self, engine: LLMEngine) -> None:
-        for output in engine.step():
-            running = self._running.pop(output.request_id, None)
+        for output in engine.engine_core.get_output().outputs:
+            running = self._running.get(output.request_id)
             if running is None:
                 continue
-            done: Any = output.outputs[0]
-            running.call.put(
-                running.index,
-                self._sample(running, done.token_ids, done.logprobs, done.finish_reason),
-            )
+            running.token_ids += output.new_token_ids
+            if output.new_logprobs is not None:
+                # The sampled token's comes first.
+                running.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+            if output.finish_reason is not None:
+                del self._running[output.request_id]
+                running.call.put(running.index, self._sample(running, str(output.finish_reason)))
 
-    def _sample(self, running: _Running, token_ids: Sequence[int], logprobs: Any, finish_reason: str) -> Sample:
-        values: Sequence[float] = logprobs.logprobs if logprobs is not None else []
-        if len(values) != len(token_ids):
-            raise RuntimeError(f"the engine gave {len(values)} logprobs for {len(token_ids)} tokens")
-        return Sample(token_ids, values, finish_reason, running.version_first, self.version)
+    def _sample(self, running: _Running, finish_reason: str) -> Sample:
+        tokens, logprobs = running.token_ids, running.logprobs
+        if len(logprobs) != len(tokens):
+            raise RuntimeError(f"the engine gave {len(logprobs)} logprobs for {len(tokens)} tokens")
+        return Sample(tokens, logprobs, finish_reason, running.version_first, self.version)
 
     def _abort(self, engine: LLMEngine) -> int:
-        states = engine.output_processor.request_states
-        aborted = list(self._running.values())
-        self._running.clear()
-        samples = []
-        for running in aborted:
-            state: Any = states[running.internal_id]
-            tokens = list(state.detokenizer.output_token_ids)
-            samples.append(self._sample(running, tokens, state.logprobs_processor.logprobs, "abort"))
-        engine.abort_request([running.internal_id for running in aborted], internal=True)
-        for running, sample in zip(aborted, samples, strict=True):
-            running.call.put(running.index, sample)
+        aborted, self._running = self._running, {}
+        engine.engine_core.abort_requests(list(aborted))
+        for running in aborted.values():
+            running.call.put(running.index, self._sample(running, "abort"))
         return len(aborted)
 
-    def date_unstarted(self, engine: LLMEngine) -> None:
+    def date_unstarted(self) -> None:
         """After a change of weights: samples without a token yet begin with the weights of now."""
         for running in self._running.values():
-            state: Any = engine.output_processor.request_states[running.internal_id]
-            if not state.detokenizer.num_output_tokens():
+            if not running.token_ids:
                 running.version_first = self.version
 
     def _fail_everybody(self, fault: BaseException) -> None:

@@ -104,11 +104,8 @@ class VLLMRollout(RolloutRole):
         for uid, prompt in zip(uids, ids, strict=True):
             tokens = prompt.tolist()
             for repeat in range(sampling.n):
-                params = base
-                if sampling.seed is not None:
-                    params = base.clone()
-                    params.seed = sample_seed(sampling.seed, uid, sampling.step, repeat)
-                requests.append(Request(tokens, params))
+                seed = None if sampling.seed is None else sample_seed(sampling.seed, uid, sampling.step, repeat)
+                requests.append(Request(tokens, base, seed))
         samples = self._engine.submit(requests).result()
         return _with_samples(prompts, samples, sampling)
 
@@ -154,7 +151,7 @@ class VLLMRollout(RolloutRole):
             if not engine.reset_prefix_cache(reset_running_requests=True):
                 raise WeightSyncError("vLLM did not reset its prefix cache")
             self._engine.take_version(version)
-            self._engine.date_unstarted(engine)
+            self._engine.date_unstarted()
 
         self._engine.call(receive)
         return time.monotonic() - started
@@ -220,6 +217,7 @@ class VLLMRollout(RolloutRole):
             stop_token_ids=sorted(set(stop)),
             ignore_eos=True,
             logprobs=0,
+            seed=None if sampling.seed is None else 0,  # each request brings its own; vLLM remembers that it has one
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,

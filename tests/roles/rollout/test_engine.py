@@ -2,65 +2,73 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from roles.rollout.engine import EngineStoppedError, EngineThread, Request
 
 
 class FakeEngine:
-    """Finishes every request after `steps` steps; one token a step."""
+    """Finishes every request after `steps` steps, a token a step; has those parts of vLLM that the thread uses."""
 
     def __init__(self, steps: int = 3) -> None:
         self.steps = steps
         self.running: dict[str, list[int]] = {}
+        self.seeds: list[int | None] = []
+        self.checked: list[list[int]] = []
         self.batches: list[int] = []
         self.fault: Exception | None = None
         self.one_step_a_gate = False
         self.gate = threading.Event()
         self.gate.set()
-        self.engine_core = SimpleNamespace(shutdown=lambda: None)
+        self.engine_core = self.input_processor = self
 
-    def add_request(self, key: str, prompt: dict[str, Any], params: Any) -> str:
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    def process_inputs(self, key: str, prompt: dict[str, Any], params: Any, *, supported_tasks: Any) -> Any:
+        assert supported_tasks == ("generate",)
         if params == "bad":
             raise ValueError("a bad request")
-        self.running[key] = []
-        return f"internal-{key}"
+        self.checked.append(prompt["prompt_token_ids"])
+        return SimpleNamespace(request_id=key, sampling_params=copy.copy(params))
 
-    def step(self) -> list[Any]:
+    def add_request(self, request: Any) -> None:
+        self.running[request.request_id] = []
+        self.seeds.append(request.sampling_params and request.sampling_params.seed)
+
+    def get_output(self) -> Any:
         self.gate.wait(10)
         if self.one_step_a_gate:
             self.gate.clear()
         if self.fault is not None:
             raise self.fault
         self.batches.append(len(self.running))
-        for tokens in self.running.values():
-            tokens.append(7)
-        done = [key for key, tokens in self.running.items() if len(tokens) == self.steps]
-        return [self._output(key, self.running.pop(key)) for key in done]
+        outputs = [self._output(key, tokens) for key, tokens in self.running.items()]
+        self.running = {key: tokens for key, tokens in self.running.items() if len(tokens) < self.steps}
+        return SimpleNamespace(outputs=outputs)
 
     def _output(self, key: str, tokens: list[int]) -> Any:
-        logprobs = SimpleNamespace(logprobs=[-0.5] * len(tokens))
+        tokens.append(7)
         return SimpleNamespace(
             request_id=key,
-            outputs=[SimpleNamespace(token_ids=tokens, logprobs=logprobs, finish_reason="length")],
+            new_token_ids=[7],
+            # The sampled token's logprob, then those of likelier ones.
+            new_logprobs=SimpleNamespace(logprobs=np.array([[-0.5, -0.25]], dtype=np.float32)),
+            finish_reason="length" if len(tokens) == self.steps else None,
         )
 
-    @property
-    def output_processor(self) -> Any:
-        def state(tokens: list[int]) -> Any:
-            detokenizer = SimpleNamespace(output_token_ids=tokens, num_output_tokens=lambda: len(tokens))
-            values = SimpleNamespace(logprobs=SimpleNamespace(logprobs=[-0.5] * len(tokens)))
-            return SimpleNamespace(detokenizer=detokenizer, logprobs_processor=values)
-
-        return SimpleNamespace(request_states={f"internal-{k}": state(t) for k, t in self.running.items()})
-
-    def abort_request(self, keys: list[str], internal: bool) -> None:
+    def abort_requests(self, keys: list[str]) -> None:
         for key in keys:
-            self.running.pop(key.removeprefix("internal-"), None)
+            self.running.pop(key, None)
+
+    def shutdown(self) -> None:
+        pass
 
 
 def requests(n: int, params: Any = None) -> list[Request]:
@@ -81,7 +89,20 @@ def test_a_call_is_wholly_in_the_engine_before_its_first_step(fake: FakeEngine) 
     samples = engine.submit(requests(5)).result(10)
     assert [sample.finish_reason for sample in samples] == ["length"] * 5
     assert fake.batches == [5, 5, 5]
+    assert [list(sample.token_ids) for sample in samples] == [[7, 7, 7]] * 5
+    assert [list(sample.logprobs) for sample in samples] == [[-0.5, -0.5, -0.5]] * 5
     assert engine.submit([]).result(1) == []
+    engine.close()
+
+
+def test_the_samples_of_a_prompt_are_checked_once_and_keep_their_seeds(fake: FakeEngine) -> None:
+    engine = start(fake)
+    one, other, params = [1, 2], [3], SimpleNamespace(seed=0)
+    drawn = [Request(one, params, 5), Request(one, params, 6), Request(other, params, 7)]  # type: ignore[arg-type]
+    assert len(engine.submit(drawn).result(10)) == 3
+    assert fake.checked == [one, other]
+    assert fake.seeds == [5, 6, 7]
+    assert params.seed == 0
     engine.close()
 
 
@@ -158,9 +179,9 @@ def test_closing_tells_those_who_wait(fake: FakeEngine) -> None:
 def test_versions_of_a_sample_are_those_of_its_first_and_last_token(fake: FakeEngine) -> None:
     engine = start(fake)
 
-    def update(real: Any) -> None:
+    def update(_: Any) -> None:
         engine.take_version(4)
-        engine.date_unstarted(real)
+        engine.date_unstarted()
 
     fake.gate.clear()
     fake.one_step_a_gate = True
