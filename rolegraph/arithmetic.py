@@ -34,6 +34,8 @@ class Batches:
     tokens_per_micro_batch: int | None = None
     micro_batches: int | None = None
     """Of a rank and step, where rows alone decide."""
+    bounded_by_memory: bool = False
+    """Neither rows nor tokens are given: a micro-batch is as large as the memory meant for it allows."""
 
 
 def batches(run: RunConfig, placed: Plan) -> Batches | None:
@@ -60,13 +62,15 @@ def batches(run: RunConfig, placed: Plan) -> Batches | None:
         ranks = train[0].mesh.dp
         low, rest = divmod(size, ranks)
         config = run.roles["train"].config
-        most = getattr(config, "rows_per_micro_batch", None) or getattr(config, "micro_batch_size", None)
+        most = getattr(config, "micro_batch_size", None)
+        tokens = getattr(config, "max_tokens_per_micro_batch", None)
         found |= {
             "data_parallel": ranks,
             "rows_per_rank": (low, low + (rest > 0)),
             "rows_per_micro_batch": most,
-            "tokens_per_micro_batch": getattr(config, "max_tokens_per_micro_batch", None),
+            "tokens_per_micro_batch": tokens,
             "micro_batches": math.ceil((low + (rest > 0)) / most) if most else None,
+            "bounded_by_memory": getattr(config, "micro_batch_size", 0) is None and tokens is None,
         }
     return Batches(**found)  # type: ignore[arg-type]
 
@@ -112,3 +116,5 @@ def _of_a_rank(found: Batches) -> Iterator[tuple[str, str]]:
         yield "in", text + (f" and {tokens} tokens, more where rows are long" if tokens else "")
     elif tokens:
         yield "in", f"micro-batches of at most {tokens} tokens, {most} at most"
+    elif found.bounded_by_memory:
+        yield "in", "micro-batches by memory, of 4 rows or more"

@@ -11,6 +11,7 @@ from rolegraph.errors import ConfigError
 from rolegraph.models.config import ModelConfig
 
 DEFAULT_MICRO_BATCH_ROWS = 4
+"""Of the longest length; as many shorter ones as `microbatch.ACTIVATION_BYTES` hold."""
 
 TRANSFORMER_CONFIG = "megatron.core.transformer.transformer_config.TransformerConfig"
 OPTIMIZER_CONFIG = "megatron.core.optimizer.optimizer_config.OptimizerConfig"
@@ -93,7 +94,8 @@ class MegatronModelConfig:
 
     # Micro-batches.
     micro_batch_size: int | None = None
-    """Most rows in a micro-batch; null: 4, or no bound where max_tokens_per_micro_batch is given."""
+    """Most rows in a micro-batch; null: no bound where max_tokens_per_micro_batch is given, else as many as keep about
+    512 MiB until the backward, with room for 4 of the longest rows at least."""
     max_tokens_per_micro_batch: int | None = None
     """Most tokens in a micro-batch (padded ones count unless padding_free); a longer row is refused."""
     padding_free: bool | None = None
@@ -138,7 +140,7 @@ class MegatronModelConfig:
 
     @property
     def rows_per_micro_batch(self) -> int | None:
-        """`micro_batch_size` with its default filled in; null is no bound on rows."""
+        """`micro_batch_size` with its default filled in, for rows of the longest length; null is no bound on rows."""
         if self.micro_batch_size is None and self.max_tokens_per_micro_batch is None:
             return DEFAULT_MICRO_BATCH_ROWS
         return self.micro_batch_size

@@ -25,7 +25,7 @@ from roles.train import context
 from roles.train.attention import BranchedSeqParams
 from roles.train.config import MegatronModelConfig
 from roles.train.metrics import gather_counts
-from roles.train.microbatch import plan_microbatches
+from roles.train.microbatch import activation_bytes, plan_microbatches, tokens_that_fit
 from roles.train.model import Model
 from roles.train.packing import MicroBatch, collate, response_tokens, shared_prompts
 from roles.train.scoring import Shard, TokenScores, score_tokens
@@ -59,6 +59,7 @@ class Forward:
         if self._context_group.size() > 1:
             self._multiple_of *= 2 * self._context_group.size()
         self._share_prompts = config.wants_shared_prompts and not bridges.HAVE_TE
+        self._token_bytes = activation_bytes(model.bridge.config, model.dtype.itemsize)
         self._tokens = self._slots = 0
 
     def _predicting(self, micro: MicroBatch, hidden: Tensor) -> Tensor:
@@ -122,11 +123,14 @@ class Forward:
         """Cut this rank's rows; the ranks agree on totals and on the number of micro-batches."""
         config = self.config
         lengths = np.diff(batch.ragged("prompt_ids").offsets) + np.diff(batch.ragged("response_ids").offsets)
+        rows_per, tokens_per = config.micro_batch_size, config.max_tokens_per_micro_batch
+        if rows_per is None and tokens_per is None:
+            tokens_per = tokens_that_fit(int(lengths.max(initial=1)), self._token_bytes, self._multiple_of)
         cut = partial(
             plan_microbatches,
             lengths.tolist(),
-            rows_per=config.rows_per_micro_batch,
-            tokens_per=config.max_tokens_per_micro_batch,
+            rows_per=rows_per,
+            tokens_per=tokens_per,
             padding_free=config.uses_padding_free,
             multiple_of=self._multiple_of,
             shared=shared_prompts(batch).tolist() if self._share_prompts else None,

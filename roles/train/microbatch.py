@@ -13,8 +13,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 from rolegraph.errors import PlanError
+from roles.train.config import DEFAULT_MICRO_BATCH_ROWS
+
+ACTIVATION_BYTES = 512 * 2**20
+"""What a micro-batch may keep between forward and backward where no setting bounds it: short rows of a small model go
+through in one pass, the fixed cost of which would else be most of it."""
+
+
+def activation_bytes(model: Any, item: int) -> int:
+    """Bytes a token keeps on a rank from forward to backward, roughly: what matrices, norms and attention read.
+
+    `model` is a megatron-core TransformerConfig, `item` the bytes of a number.
+    """
+    queries, keys = model.num_attention_heads, model.num_query_groups or model.num_attention_heads
+    inner = model.moe_ffn_hidden_size * model.moe_router_topk if model.num_moe_experts else model.ffn_hidden_size
+    layer = 6 * model.hidden_size + 4 * (queries + keys) * model.kv_channels + 3 * inner
+    ranks = model.tensor_model_parallel_size * model.pipeline_model_parallel_size
+    return max(1, int(layer * item * model.num_layers) // ranks)
+
+
+def tokens_that_fit(longest: int, token_bytes: int, multiple_of: int = 1) -> int:
+    """Tokens of a micro-batch that no setting bounds, for rows of at most `longest` tokens.
+
+    >>> tokens_that_fit(80, 2**17), tokens_that_fit(4000, 2**17)
+    (4096, 16000)
+    """
+    return max(DEFAULT_MICRO_BATCH_ROWS * -(-longest // multiple_of) * multiple_of, ACTIVATION_BYTES // token_bytes)
 
 
 @dataclass(frozen=True)

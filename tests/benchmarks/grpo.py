@@ -38,12 +38,10 @@ class Case:
     generations: int
     max_tokens: int
     steps: int
-    overrides: tuple[str, ...] = ()
 
 
 CASES = (
-    # TRL takes all rows of a step at once; so do we.
-    Case("tiny", "rolegraph.models.tiny.make", 8, 8, 64, 8, ("train.micro_batch_size=64",)),
+    Case("tiny", "rolegraph.models.tiny.make", 8, 8, 64, 8),
     Case("smollm2_135m", "rolegraph.models.smollm2.make", 4, 4, 48, 5),
 )
 PHASES = ("generate", "score", "train", "sync", "other")
@@ -72,7 +70,7 @@ def ours(case: Case, model: str, prompts: Path, folder: Path) -> dict[str, Any]:
             f"algorithm.num_generations={case.generations}",
             f"algorithm.max_completion_length={case.max_tokens}",
             *("algorithm.loss_type=dapo", "data.max_length=128", "train.lr=1e-6", "logger.samples_every=0"),
-            *(f"max_steps={case.steps}", f"output_dir={folder / 'ours'}", *case.overrides),
+            *(f"max_steps={case.steps}", f"output_dir={folder / 'ours'}"),
         ]
     )
     rows = read_metrics(folder / "ours" / "metrics.jsonl")

@@ -138,8 +138,10 @@ def test_plan_shows_ranks_and_batches(capsys: pytest.CaptureFixture[str]) -> Non
     assert "dp 2/3" in text
     assert "8 prompts x 8 samples = 64 samples" in text
     assert "21 or 22 rows (64 does not divide by 3)" in text
-    assert "6 micro-batches a rank of at most 4 rows" in text
+    assert "micro-batches by memory, of 4 rows or more" in text
     assert "100 steps, 6400 samples" in text
+    assert cli.dispatch([*argv, "train.micro_batch_size=4"]) == 0
+    assert "6 micro-batches a rank of at most 4 rows" in capsys.readouterr().out
     assert cli.dispatch(["plan", "algorithm=grpo", "max_steps=null", "placement.device=cpu"]) == 0
     assert "one pass over the dataset (max_steps=null)" in capsys.readouterr().out
     assert cli.dispatch(["plan", "algorithm=grpo", "train.cpus=9999", "placement.device=cpu"]) == 2

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 
 from rolegraph.errors import PlanError
-from roles.train.microbatch import plan_microbatches
+from roles.train.microbatch import activation_bytes, plan_microbatches, tokens_that_fit
 
 
 def tokens(lengths: list[int], part: list[int], *, padding_free: bool, multiple_of: int) -> int:
@@ -144,3 +145,22 @@ def test_a_row_beyond_the_budget_is_named(padding_free: bool) -> None:
 def test_limits_below_one(limits: dict[str, int], key: str) -> None:
     with pytest.raises(PlanError, match=key):
         plan_microbatches([1], **limits)  # type: ignore[arg-type]
+
+
+def test_short_rows_of_a_small_model_go_through_at_once_and_long_ones_four_by_four() -> None:
+    model = SimpleNamespace(
+        hidden_size=128, num_attention_heads=4, num_query_groups=2, kv_channels=32, ffn_hidden_size=384,
+        num_moe_experts=None, num_layers=4, tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
+    )  # fmt: skip
+    small = activation_bytes(model, 4)
+    assert small == 4 * 4 * (6 * 128 + 4 * 6 * 32 + 3 * 384)
+    assert plan_microbatches([80] * 64, tokens_per=tokens_that_fit(80, small)) == [list(range(64))]
+    model.num_layers, model.hidden_size, model.ffn_hidden_size = 36, 4096, 12288
+    large = activation_bytes(model, 2)
+    assert tokens_that_fit(1000, large) == 4000
+    assert tokens_that_fit(1001, large, multiple_of=8) == 4 * 1008
+    assert [len(part) for part in plan_microbatches([1000] * 6, tokens_per=4000)] == [4, 2]
+    model.tensor_model_parallel_size = 2
+    assert activation_bytes(model, 2) == large // 2
+    model.num_moe_experts, model.moe_ffn_hidden_size, model.moe_router_topk = 64, 768, 8
+    assert activation_bytes(model, 2) < large // 2
