@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
+import os
 import sys
 import types
 import warnings
@@ -29,21 +31,39 @@ def needed() -> bool:
 
 @contextlib.contextmanager
 def quick_import() -> Iterator[None]:
-    """Import Megatron in here: without CUDA, its functions marked for `torch.compile` stay plain ones.
+    """Import Megatron and mbridge in here: without CUDA, what they load and this role never asks for stays away.
 
-    Compiling them would load the compiler at import (over a second) and run a C++ one at the first call.
+    Functions marked for `torch.compile` stay plain ones: compiling them would load the compiler at import (over a
+    second) and run a C++ one at the first call. Megatron's inference engine finds no wandb, to which it would report.
+    mbridge's list of all its models is not read: those for images load half of transformers. `bridge.py` names its own.
     """
     if not needed():
         yield
         return
     compile_ = torch.compile
     torch.compile = _plain  # type: ignore[assignment]
+    hidden = "wandb" not in sys.modules
+    if hidden:
+        sys.modules["wandb"] = None  # type: ignore[assignment]
+    _bare_package("mbridge.models")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         torch.compile = compile_
+        if hidden:
+            sys.modules.pop("wandb", None)
+
+
+def _bare_package(name: str) -> None:
+    """Let modules of a package be imported without running its `__init__`; one that is imported already stays."""
+    parent, _, own = name.partition(".")
+    if name in sys.modules or (found := importlib.util.find_spec(parent)) is None:
+        return
+    package = types.ModuleType(name)
+    package.__path__ = [os.path.join(folder, own) for folder in found.submodule_search_locations or ()]
+    sys.modules[name] = package
 
 
 def _plain(model: Any = None, **_: Any) -> Any:
