@@ -22,6 +22,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 
@@ -33,6 +34,8 @@ class BranchedSeqParams(PackedSeqParams):  # type: ignore[misc]
     """What each sequence is made of, see `packing.MicroBatch.branches`."""
     masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     """By prompt and response length; every layer uses the same."""
+    places: dict[tuple[int, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """By the lengths of the responses to a prompt, see `_places`."""
 
 
 class SDPAttention(MegatronModule):  # type: ignore[misc]
@@ -98,7 +101,7 @@ class SDPAttention(MegatronModule):  # type: ignore[misc]
         query, key, value = part
         if len(sequence) > 1:
             groups = zip(*(t.chunk(count) for t in part), strict=True)
-            return torch.cat([self._attend_branches(q, k, v, sequence, params.masks) for q, k, v in groups])
+            return torch.cat([self._attend_branches(q, k, v, sequence, params) for q, k, v in groups])
         if count == 1:
             return self._attend(query, key, value)
         # [count * length, 1, n, d] -> [length, count, n, d], a view
@@ -113,24 +116,29 @@ class SDPAttention(MegatronModule):  # type: ignore[misc]
         key: Tensor,
         value: Tensor,
         sequence: tuple[int, ...],
-        masks: dict[tuple[int, int], Tensor],
+        params: PackedSeqParams,
     ) -> Tensor:
         """A prompt and the responses to it: the prompt alone, then the responses as a batch behind copies of it."""
         prompt, *lengths = sequence
         sizes = [prompt, sum(lengths)]
         (query, queries), (key, keys), (value, values) = (torch.split(t, sizes) for t in (query, key, value))
-        longest = max(lengths)
+        longest, count = max(lengths), len(lengths)
+        masks, places = params.masks, params.places
         if (prompt, longest) not in masks:
             # Response token i sees the whole prompt and the response up to itself.
             hidden = torch.ones(longest, prompt + longest, dtype=torch.bool, device=query.device).triu(prompt + 1)
             masks[prompt, longest] = torch.zeros_like(hidden, dtype=query.dtype).masked_fill(hidden, -torch.inf)
-        behind = [
-            torch.cat([head.expand(-1, len(lengths), -1, -1), _stack(tail, lengths)])
-            for head, tail in ((key, keys), (value, values))
-        ]
-        out = self._attend(_stack(queries, lengths), behind[0], behind[1], mask=masks[prompt, longest])
-        responses = (out[:length, row, None] for row, length in enumerate(lengths))
-        return torch.cat([self._attend(query, key, value), *responses])
+        if sequence[1:] not in places:
+            places[sequence[1:]] = _places(lengths, query.device)
+        taken, place = places[sequence[1:]]
+        queries, keys, values = (
+            _Stack.apply(part, taken, place).view(longest, count, *part.shape[2:])  # type: ignore[no-untyped-call]
+            for part in (queries, keys, values)
+        )
+        behind = [torch.cat([head.expand(-1, count, -1, -1), tail]) for head, tail in ((key, keys), (value, values))]
+        out = self._attend(queries, behind[0], behind[1], mask=masks[prompt, longest])
+        responses = _Unstack.apply(out.view(longest * count, 1, -1), place)  # type: ignore[no-untyped-call]
+        return torch.cat([self._attend(query, key, value), responses])
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         seq, batch = query.shape[:2]
@@ -152,11 +160,54 @@ class SDPAttention(MegatronModule):  # type: ignore[misc]
         return context.permute(2, 0, 1, 3).reshape(seq, batch, -1)
 
 
-def _stack(packed: Tensor, lengths: Sequence[int]) -> Tensor:
-    """[sum of lengths, 1, ...] to [longest, len(lengths), ...], zeros behind the shorter ones."""
-    if len(set(lengths)) == 1:
-        return packed.view(len(lengths), lengths[0], *packed.shape[2:]).transpose(0, 1)
-    return torch.nn.utils.rnn.pad_sequence([part[:, 0] for part in torch.split(packed, list(lengths))])
+def _places(lengths: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """How responses packed end to end become a padded batch of [longest, responses] places, flat.
+
+    For each place the packed token it takes, behind the end of a response the last one again; and for each packed token
+    its place.
+    """
+    sizes = torch.tensor(lengths)
+    starts = sizes.cumsum(0) - sizes
+    steps = torch.arange(max(lengths))[:, None]
+    taken = starts + torch.minimum(steps, sizes - 1)
+    places = torch.arange(taken.numel()).view_as(taken)
+    place = places.t()[(steps < sizes).t()]
+    return taken.reshape(-1).to(device), place.to(device)
+
+
+class _Stack(torch.autograd.Function):
+    """Packed responses to a padded batch, in one pass each way.
+
+    Autograd's own backward of slicing fills a tensor of the whole batch for every slice. What lies behind the end of a
+    response has no gradient: no token sees it, and what it computes is left out.
+    """
+
+    @staticmethod
+    def forward(ctx, packed: Tensor, taken: Tensor, place: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(place)
+        return packed.index_select(0, taken)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+        return grad.index_select(0, ctx.saved_tensors[0]), None, None
+
+
+class _Unstack(torch.autograd.Function):
+    """A padded batch to packed responses; what lies behind their ends gets a gradient of 0."""
+
+    @staticmethod
+    def forward(ctx, padded: Tensor, place: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(place)
+        ctx.rows = len(padded)
+        return padded.index_select(0, place)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+        padded = grad.new_zeros(ctx.rows, *grad.shape[1:])
+        padded[ctx.saved_tensors[0]] = grad
+        return padded, None
 
 
 def _equal_runs(params: PackedSeqParams) -> list[tuple[int, tuple[int, ...]]]:
