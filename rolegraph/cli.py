@@ -166,10 +166,12 @@ def _run(words: list[str]) -> int:
         tree = composed(args.overrides, config_dir=args.config_dir, config_name=name)
         print_config(tree, package=args.package, resolved=args.resolve)
         return 0
-    if not (args.multirun or args.help or args.hydra_help or args.cfg or args.info):
-        # So that no faulty run makes a folder, or waits for Ray to learn that its roles do not fit.
-        _refuse_early(load(args.overrides, config_dir=args.config_dir, config_name=name).run)
-    return _through_hydra(args)
+    if args.multirun or args.help or args.hydra_help or args.cfg or args.info:
+        return _through_hydra(args)
+    # First, so that no faulty run makes a folder, or waits for Ray to learn that its roles do not fit.
+    run = load(args.overrides, config_dir=args.config_dir, config_name=name).run
+    _refuse_early(run)
+    return _through_hydra(args, run)
 
 
 def _refuse_early(run: RunConfig) -> None:
@@ -181,8 +183,11 @@ def _refuse_early(run: RunConfig) -> None:
         plan(this_machine(), requests(run.roles), run.placement)
 
 
-def _through_hydra(args: Namespace) -> int:
-    """Hand the command line to Hydra, which makes the run's folder, or one a job of a sweep."""
+def _through_hydra(args: Namespace, checked: RunConfig | None = None) -> int:
+    """Hand the command line to Hydra, which makes the run's folder, or one a job of a sweep.
+
+    `checked` is what the command line says, where it has been read already.
+    """
     from hydra._internal.utils import _run_hydra, get_args_parser
     from hydra.errors import HydraException
     from omegaconf import DictConfig
@@ -201,7 +206,7 @@ def _through_hydra(args: Namespace) -> int:
 
     def task(config: DictConfig) -> None:
         try:
-            _job(args, as_typed)
+            _job(args, as_typed, checked)
         except RoleGraphError as error:
             failures.append(error)
             if args.multirun:
@@ -217,24 +222,21 @@ def _through_hydra(args: Namespace) -> int:
     return 0
 
 
-def _job(args: Namespace, as_typed: Mapping[str, str]) -> None:
+def _job(args: Namespace, as_typed: Mapping[str, str], checked: RunConfig | None) -> None:
     """One run inside the folder that Hydra made for it."""
     from hydra.core.hydra_config import HydraConfig
 
-    from rolegraph.config.load import load_job
+    from rolegraph.config.load import in_folder, load_job
 
     hydra = HydraConfig.get()
     words = [*hydra.overrides.hydra, *hydra.overrides.task]
-    run = load_job(
-        words,
-        typed=[as_typed.get(word, word.lstrip("+")) for word in words],
-        output_dir=hydra.runtime.output_dir,
-        config_dir=args.config_dir,
-        config_name=hydra.job.config_name,
-    )
+    if checked is None or not {*words} <= {*as_typed, "hydra.mode=RUN"}:
+        # A job of a sweep: Hydra chose its words.
+        typed = [as_typed.get(word, word.lstrip("+")) for word in words]
+        checked = load_job(words, typed=typed, config_dir=args.config_dir, config_name=hydra.job.config_name)
     from rolegraph.run import main as run_main
 
-    run_main(run)
+    run_main(in_folder(checked, hydra.runtime.output_dir))
 
 
 def _complete(argv: list[str]) -> int:

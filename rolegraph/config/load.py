@@ -45,12 +45,14 @@ def load(
     return check(source, config_dir=config_dir, elsewhere=elsewhere)
 
 
-def load_job(
-    rewritten: Sequence[str], *, typed: Sequence[str], output_dir: str, config_dir: str | None, config_name: str
-) -> RunConfig:
-    """Check one job of Hydra, whose overrides are rewritten already; its folder becomes `output_dir`."""
+def load_job(rewritten: Sequence[str], *, typed: Sequence[str], config_dir: str | None, config_name: str) -> RunConfig:
+    """Check one job of Hydra, whose overrides are rewritten already."""
     source = compose(rewritten, config_dir=config_dir, config_name=config_name, typed=typed)
-    run = check(source, config_dir=config_dir).run
+    return check(source, config_dir=config_dir).run
+
+
+def in_folder(run: RunConfig, output_dir: str) -> RunConfig:
+    """The run with the folder that Hydra made for it."""
     return replace(run, output_dir=output_dir, tree={**run.tree, "output_dir": output_dir})
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
 import time
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import yaml
@@ -82,6 +84,22 @@ def test_a_run_gets_a_folder(runs: list[RunConfig], tmp_path: Path) -> None:
     assert runs[1].output_dir == f"{tmp_path}/here now"
     assert cli.dispatch(["run", "algorithm=sft"]) == 0
     assert Path(str(runs[2].output_dir)).parent.name == "sft"
+
+
+def test_a_run_is_composed_and_checked_once(runs: list[RunConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    load = importlib.import_module("rolegraph.config.load")
+    check, checks = load.check, []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        checks.append(args)
+        return check(*args, **kwargs)
+
+    monkeypatch.setattr(load, "check", counted)
+    assert cli.dispatch(["run", "algorithm=sft", "train.lr=1e-3", "hydra.job.name=mine"]) == 0
+    assert runs[0].roles["train"].config.lr == 1e-3
+    assert len(checks) == 1
+    assert cli.dispatch(["run", "--multirun", "algorithm=sft", "seed=1,2"]) == 0
+    assert [run.seed for run in runs[1:]] == [1, 2]
 
 
 def test_an_error_of_the_run_is_exit_code_1(runs: list[RunConfig], capsys: pytest.CaptureFixture[str]) -> None:
