@@ -260,7 +260,8 @@ class RoleGroup(Generic[R]):
     async def _queue(self, endpoint: AnyEndpoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Feed rows to replicas as they have room; the rows of a replica that dies are fed to another."""
         count = count_items(endpoint.name, args, kwargs) or 0
-        rows_a_call = max(1, self.role_class.queue_rows)
+        alone = self.role_class.queue_rows_alone if len(self.alive) == 1 else 1
+        rows_a_call = max(1, self.role_class.queue_rows, alone)
         limit = 1 if self.is_deterministic else max(1, self.role_class.queue_in_flight)
         # Small batches are shared as well: no replica idles while another has them all.
         parts = len(self.alive) if self.is_deterministic else max(-(-count // rows_a_call), len(self.alive))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from rolegraph.batch import Batch
 from rolegraph.role import Role, endpoint
@@ -222,6 +222,10 @@ class TrainRole(Role):
 
 class RolloutRole(Role):
     """Engines that sample from the policy; each actor is one replica."""
+
+    queue_rows_alone: ClassVar[int] = 16
+    """Prompts. Calls that arrive one by one start one by one: steps with a part of the batch, and threads that take
+    turns with the engine's."""
 
     @endpoint(dispatch="queue")
     def generate(self, prompts: Batch, sampling: SamplingParams) -> Batch:

@@ -254,6 +254,8 @@ class Role:
     """Calls of a `queue` endpoint that one replica works on at a time."""
     queue_rows: ClassVar[int] = 1
     """Rows of one such call."""
+    queue_rows_alone: ClassVar[int] = 1
+    """The same where only one replica lives, if more: there is nobody to share with, and calls cost."""
     environment: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Environment variables of the role's processes, beside those that every role gets."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -35,6 +37,26 @@ async def test_the_same_calls_work_in_this_process() -> None:
             await fake.fail_at(0)
         assert caught.value.remote_traceback.count("Traceback") == 1
         assert "host.py" not in caught.value.remote_traceback
+
+
+async def test_a_lone_replica_gets_the_rows_of_a_queue_in_few_calls() -> None:
+    class Alone(Fake):
+        queue_rows_alone = 4
+
+    async def sizes(role_class: type[Fake]) -> list[Any]:
+        calls: list[Any] = []
+
+        def on_call(role: str, name: str, rank: int, rows: int | None) -> Callable[[], None]:
+            calls.append(rows)
+            return lambda: None
+
+        async with RoleGraph(plan_of(ranks=1), {"fake": RoleSpec(role_class)}, LOCAL, on_call=on_call) as graph:
+            out = await graph.handle("fake", Fake).generate(batch_of(10))
+            assert out["uid"].to_pylist() == [f"u{i}" for i in range(10)]
+        return calls
+
+    assert await sizes(Fake) == [1] * 10
+    assert sorted(await sizes(Alone)) == [3, 3, 4]
 
 
 def test_blocking_programs_work_too() -> None:
