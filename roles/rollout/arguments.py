@@ -126,6 +126,7 @@ def _cuda_values(config: VLLMRolloutConfig) -> dict[str, Any]:
         "dtype": "bfloat16" if config.dtype == "auto" else config.dtype,
         "enforce_eager": bool(config.enforce_eager),
         "gpu_memory_utilization": config.gpu_memory_utilization or 0.9,
+        "enable_sleep_mode": bool(config.enable_sleep_mode),
     }
     if config.kv_cache_bytes is not None:
         values["kv_cache_memory_bytes"] = config.kv_cache_bytes

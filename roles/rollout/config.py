@@ -51,6 +51,9 @@ class VLLMRolloutConfig:
     """Size of the KV cache. Null: by `gpu_memory_utilization` on a GPU, room for all running samples on a CPU."""
     enforce_eager: bool | None = None
     """Run without CUDA graphs or compilation. Null: true on a CPU."""
+    enable_sleep_mode: bool | None = None
+    """On a GPU: allocate weights and KV cache so that they can be given to other roles meanwhile. Null: as
+    `placement.sleep_level` needs it."""
     enable_prefix_caching: bool = True
     """Compute a prompt once for its n samples; the cache is dropped at every weight sync."""
     seed: int | None = None
@@ -105,6 +108,7 @@ _OWNED = {
     "kv_cache_memory_bytes": "set `kv_cache_bytes` of the role",
     "enforce_eager": "set `enforce_eager` of the role",
     "enable_prefix_caching": "set `enable_prefix_caching` of the role",
+    "enable_sleep_mode": "set `placement.sleep_level`, or `enable_sleep_mode` of the role",
     "seed": "set `seed` of the role",
     "logprobs_mode": "the role needs logprobs at the sampling temperature",
     "weight_transfer_config": "the role's weight sync sets it",

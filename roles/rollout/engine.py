@@ -135,6 +135,11 @@ class EngineThread:
         """End all running samples with what they have; returns how many."""
         return self.call(self._abort)
 
+    @property
+    def running(self) -> int:
+        """Samples the engine works on; for commands that run in the engine's thread."""
+        return len(self._running)
+
     def take_version(self, version: int) -> None:
         """Count the weights as `version` from here on; for commands that run in the engine's thread."""
         self.version = version

@@ -14,12 +14,13 @@ import numpy as np
 import pyarrow as pa
 
 from rolegraph.batch import Batch
-from rolegraph.errors import BatchError, WeightSyncError
+from rolegraph.errors import BatchError, TurnError, WeightSyncError
 from rolegraph.interfaces import RolloutRole, SamplingParams, TensorInfo, TransferGroup
 from rolegraph.role import RoleContext, endpoint
 from roles.rollout import arguments
 from roles.rollout.config import VLLMRolloutConfig
 from roles.rollout.engine import EngineThread, Request, Sample
+from roles.rollout.slumber import Slumber
 
 if TYPE_CHECKING:
     from vllm import LLMEngine
@@ -54,6 +55,8 @@ class VLLMRollout(RolloutRole):
         super().__init__(config, context)
         self._torn: str | None = None
         """Why the engine's weights are partly new and partly old."""
+        self._slumber = Slumber()
+        self._said: set[str] = set()
 
     def setup(self) -> None:
         """Start the engine."""
@@ -88,8 +91,9 @@ class VLLMRollout(RolloutRole):
         """See `RolloutRole.generate`; safe to call from many threads at once.
 
         Raises BatchError, naming the uid, for a prompt that is empty, has ids the model lacks, or leaves no room for
-        `sampling.max_tokens` within `max_model_len`.
+        `sampling.max_tokens` within `max_model_len`; TurnError while the engine is asleep or its weights are dropped.
         """
+        self._slumber.refuse_samples()
         if self._torn:
             raise WeightSyncError(f"the engine's weights are incomplete until the next sync: {self._torn}")
         if sampling.n < 1:
@@ -129,13 +133,15 @@ class VLLMRollout(RolloutRole):
     def receive_weights(self, manifest: list[TensorInfo], bucket_bytes: int, version: int) -> float:
         """See `RolloutRole.receive_weights`.
 
-        Raises WeightSyncError naming the weight that is missing, unknown or misshapen. If the transfer broke after the
-        first weights had been loaded, `generate` refuses until a later sync succeeds.
+        Raises WeightSyncError naming the weight that is missing, unknown or misshapen, and TurnError while the weights
+        are asleep. If the transfer broke after the first weights had been loaded, `generate` refuses until a later sync
+        succeeds.
         """
         started = time.monotonic()
         try:
+            self._slumber.refuse_weights()
             self._check_manifest(manifest)
-        except WeightSyncError:
+        except (TurnError, WeightSyncError):
             VLLMRollout.disconnect_weights(self)  # the trainer is already sending
             raise
 
@@ -147,6 +153,7 @@ class VLLMRollout(RolloutRole):
                 self._torn = self._torn if whole else next(fault for fault in faults if fault)
                 self._raise(faults)
             self._torn = None
+            self._slumber.filled()
             # Running samples go on with the new weights, from a cache computed anew.
             if not engine.reset_prefix_cache(reset_running_requests=True):
                 raise WeightSyncError("vLLM did not reset its prefix cache")
@@ -160,6 +167,45 @@ class VLLMRollout(RolloutRole):
     def disconnect_weights(self) -> None:
         """See `RolloutRole.disconnect_weights`."""
         self._engine.call(lambda engine: engine.collective_rpc("stream_disconnect"))
+
+    @endpoint()
+    def sleep(self, level: int) -> None:
+        """See `RolloutRole.sleep`; raises TurnError while samples are being drawn.
+
+        On a CPU vLLM has no memory to give back: there the engine only refuses what it would refuse on a GPU.
+        """
+        if self.context.device == "cuda" and level > 0 and not self.config.enable_sleep_mode:
+            raise TurnError(
+                f"{self.context.role} was started without vLLM's sleep mode: set {self.context.role}.enable_sleep_mode"
+                "=true, or null and placement.sleep_level"
+            )
+
+        def fall_asleep(engine: LLMEngine) -> None:
+            if running := self._engine.running:
+                raise TurnError(f"{running} samples are being drawn: await generate, or call abort(), before sleep")
+            if not self._slumber.begin(level):
+                return
+            if self.context.device == "cuda":
+                engine.sleep(level=level)
+            else:
+                self._say_once(
+                    logging.INFO, "a vLLM engine on a CPU has no memory to give back: asleep, it only refuses to work"
+                )
+                engine.reset_prefix_cache()
+
+        self._engine.call(fall_asleep)
+
+    @endpoint()
+    def wake_up(self, parts: tuple[str, ...]) -> None:
+        """See `RolloutRole.wake_up`; weights dropped at level 2 get their memory here and their content by a sync."""
+
+        def wake(engine: LLMEngine) -> None:
+            waking = self._slumber.to_wake(parts)
+            if waking and self.context.device == "cuda":
+                engine.wake_up(tags=waking)
+            self._slumber.woke(waking)
+
+        self._engine.call(wake)
 
     def _raise(self, faults: list[str | None]) -> None:
         for worker, fault in enumerate(faults):
@@ -224,12 +270,17 @@ class VLLMRollout(RolloutRole):
         )
 
     def _warn_of_cut(self, sampling: SamplingParams) -> None:
-        if (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0) and not hasattr(self, "_warned"):
-            self._warned = True
-            log.warning(
+        if sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0:
+            self._say_once(
+                logging.WARNING,
                 "top_p, top_k or min_p cut the distribution: rollout_logprobs are renormalised over what is kept, the "
-                "trainer's logprobs are not, so they differ even for equal weights"
+                "trainer's logprobs are not, so they differ even for equal weights",
             )
+
+    def _say_once(self, level: int, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            log.log(level, text)
 
 
 def _with_samples(prompts: Batch, samples: list[Sample], sampling: SamplingParams) -> Batch:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from rolegraph.batch import Batch
-from rolegraph.errors import BatchError, ConfigError, WeightSyncError
+from rolegraph.errors import BatchError, ConfigError, TurnError, WeightSyncError
 from rolegraph.interfaces import SamplingParams
 from roles.rollout.vllm import sample_seed
 from tests.models import add_tokenizer, make_checkpoint
@@ -267,6 +267,54 @@ def test_a_sync_that_breaks_half_way_is_named_and_the_next_recovers(
     batch = role.generate(prompts(), SAMPLING)
     assert logprob_error(folders[1], batch, temperature=0.7, ids=TOKENIZER_IDS) < 1e-4
     assert set(batch.numpy("weight_version")) == {8}
+
+
+def test_an_engine_asleep_refuses_and_wakes_with_the_weights_it_kept(role: Any, fresh: int, folders: list[str]) -> None:
+    before = role.generate(prompts(), SAMPLING)
+    role.sleep(0)
+    role.sleep(1)
+    role.sleep(1)
+    with pytest.raises(TurnError, match=r"asleep \(weights, kv_cache\).*self\.turn"):
+        role.generate(prompts(), SAMPLING)
+    role.wake_up(("weights",))
+    with pytest.raises(TurnError, match=r"asleep \(kv_cache\)"):
+        role.generate(prompts(), SAMPLING)
+    role.wake_up(("weights", "kv_cache"))
+    assert ids_of(role.generate(prompts(), SAMPLING)) == ids_of(before)
+
+
+def test_weights_dropped_by_a_deep_sleep_are_synced_before_samples_are_drawn(
+    role: Any, fresh: int, folders: list[str]
+) -> None:
+    tensors = checkpoint_tensors(folders[1])
+    role.sleep(2)
+    with pytest.raises(
+        TurnError, match=r"weights were dropped by sleep\(level=2\).*sync before generate.*sleep_level=1"
+    ):
+        role.generate(prompts(), SAMPLING)
+    with pytest.raises(TurnError, match=r"weights are asleep.*wake_up\(\('weights',\)\) before a sync"):
+        push(role, tensors.items(), manifest_of(tensors), fresh + 1)
+    role.wake_up(("weights",))
+    with pytest.raises(WeightSyncError, match="missing"):
+        push(role, tensors.items(), manifest_of(tensors)[1:], fresh + 1)
+    role.wake_up(("weights", "kv_cache"))
+    with pytest.raises(TurnError, match="no sync has brought them back"):
+        role.generate(prompts(), SAMPLING)
+    push(role, tensors.items(), manifest_of(tensors), fresh + 1)
+    batch = role.generate(prompts(), SAMPLING)
+    assert logprob_error(folders[1], batch, temperature=0.7, ids=TOKENIZER_IDS) < 1e-4
+    assert set(batch.numpy("weight_version")) == {fresh + 1}
+
+
+def test_no_sleep_while_samples_are_drawn(role: Any, fresh: int) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        long = SamplingParams(max_tokens=180, ignore_eos=True, seed=1)
+        running = pool.submit(role.generate, prompts(2, length=20), long)
+        time.sleep(0.3)
+        with pytest.raises(TurnError, match="2 samples are being drawn"):
+            role.sleep(2)
+        assert set(running.result(60)["finish_reason"].to_pylist()) == {"length"}
+    assert len(role.generate(prompts(2), SAMPLING)) == 4
 
 
 def test_two_tensor_parallel_workers_with_a_tied_head(tmp_path: Path) -> None:
