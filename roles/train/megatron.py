@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rolegraph.losses.types import Loss
     from rolegraph.wire import WeightSender
     from roles.train.model import Policy
+    from roles.train.offload import Offload
     from roles.train.trainer import Trainer
     from roles.train.weights_out import WeightExport
 
@@ -58,11 +59,12 @@ class MegatronTrain(TrainRole):
         """Load the model; raises ConfigError where config, model and installation do not fit."""
         started = time.perf_counter()
         self._configure_process()
-        from roles.train import model, trainer, weights_out
+        from roles.train import model, offload, trainer, weights_out
 
         self._policy: Policy = model.build_policy(self.config, self.context)
         self._trainer: Trainer = trainer.Trainer(self.config, self._policy)
         self._export: WeightExport = weights_out.WeightExport(self._policy)
+        self._offload: Offload = offload.Offload(self._policy, moves=self.context.device == "cuda")
         _log.info("rank %d ready in %.1f s", self.context.rank, time.perf_counter() - started)
 
     def teardown(self) -> None:
@@ -77,6 +79,7 @@ class MegatronTrain(TrainRole):
     @endpoint(dispatch="dp", collect=first_rank, cost="length")
     def step(self, batch: Batch, *, loss: LossSpec, temperature: float = 1.0, lr: float | None = None) -> Metrics:
         """Take one optimizer step on the global batch, of which `batch` is this data-parallel rank's part."""
+        self._offload.need("model", "optimizer", "gradients")
         return self._trainer.step(batch, self._resolve(loss), temperature=temperature, lr=lr)
 
     @endpoint(dispatch="dp", cost="length")
@@ -88,6 +91,7 @@ class MegatronTrain(TrainRole):
         They are `logprobs` (and `entropy`, nats, where asked), or with `reference` `ref_logprobs` and, where the batch
         has `logprobs`, the row's `ref_kl`: the sum over trained tokens of logprobs - ref_logprobs.
         """
+        self._offload.need("model")
         if not reference:
             return Batch.from_columns(self._trainer.logprobs(batch, temperature=temperature, entropy=entropy))
         from roles.train.trainer import row_divergence
@@ -102,11 +106,13 @@ class MegatronTrain(TrainRole):
     @endpoint()
     def reset_optimizer(self) -> None:
         """Forget moments, and start the learning-rate schedule over."""
+        self._offload.need("optimizer")
         self._trainer.reset()
 
     @endpoint()
     def save_reference(self) -> None:
         """Make the weights of now the reference weights."""
+        self._offload.need("model")
         self._policy.save_reference()
 
     @endpoint(dispatch="dp", cost="length")
@@ -132,6 +138,7 @@ class MegatronTrain(TrainRole):
         """Write a Hugging Face folder that loads like the one the policy came from."""
         from roles.train.weights_out import export_hf
 
+        self._offload.need("model")
         export_hf(self._export, self._policy, path)
 
     @endpoint(execute="first")
@@ -161,9 +168,14 @@ class MegatronTrain(TrainRole):
 
         Raises WeightSyncError when a receiver is gone; the next sync connects anew.
         """
-        from rolegraph.errors import WeightSyncError
+        from rolegraph.errors import TurnError, WeightSyncError
 
         started = time.perf_counter()
+        try:
+            self._offload.need("model")
+        except TurnError:
+            MegatronTrain.disconnect_weights(self)  # the engines are waiting already
+            raise
         tensors = self._export.tensors()
         try:
             if self.context.rank == 0:
@@ -182,6 +194,16 @@ class MegatronTrain(TrainRole):
         sender, self._sender = self._sender, None
         if sender is not None:
             sender.close()
+
+    @endpoint()
+    def offload(self, model: bool, optimizer: bool) -> None:
+        """See `TrainRole.offload`; on a CPU nothing moves."""
+        self._offload.give(model=model, optimizer=optimizer)
+
+    @endpoint()
+    def onload(self, model: bool, optimizer: bool) -> None:
+        """See `TrainRole.onload`."""
+        self._offload.take(model=model, optimizer=optimizer)
 
     def _resolve(self, spec: LossSpec) -> Loss:
         """The loss object of a spec; one that was asked for before is kept, with what it holds."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,46 +15,11 @@ import torch
 from rolegraph.errors import ConfigError, RoleGraphError
 from rolegraph.interfaces import LossSpec, TransferGroup
 from rolegraph.losses import projection
-from rolegraph.role import RoleContext
-from roles.train.config import MegatronTrainConfig
-from tests.models import make_checkpoint
-from tests.roles.train.megatron_workers import NLL, free_port, grouped, make_batch
+from tests.roles.train.megatron_workers import NLL, grouped, make_batch
 
 pytestmark = pytest.mark.engine
 
 Start = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("megatron")
-    make_checkpoint(path / "qwen3", "qwen3", tied=True)
-    make_checkpoint(path / "qwen3_moe", "qwen3_moe")
-    return path
-
-
-@pytest.fixture
-def start(folder: Path) -> Iterator[Start]:
-    """Start a role on this process; one at a time."""
-    from roles.train.megatron import MegatronTrain
-
-    running: list[Any] = []
-
-    def make(kind: str = "qwen3", *, deterministic: bool = False, **settings: Any) -> Any:
-        stop()
-        context = RoleContext(role="train", threads=1, master_port=free_port(), deterministic=deterministic)
-        role = MegatronTrain(MegatronTrainConfig(model=str(folder / kind), **{"lr": 1e-2} | settings), context)
-        running.append(role)
-        role.setup()
-        return role
-
-    def stop() -> None:
-        while running:
-            running.pop().teardown()
-
-    yield make
-    stop()
-    torch.use_deterministic_algorithms(False)
 
 
 def flat(batch: Any, name: str) -> Any:

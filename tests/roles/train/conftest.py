@@ -1,0 +1,48 @@
+"""A train role of one rank, in the process of the test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rolegraph.role import RoleContext
+from roles.train.config import MegatronTrainConfig
+from tests.models import make_checkpoint
+from tests.roles.train.megatron_workers import free_port
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoints `start` takes by name."""
+    path = tmp_path_factory.mktemp("megatron")
+    make_checkpoint(path / "qwen3", "qwen3", tied=True)
+    make_checkpoint(path / "qwen3_moe", "qwen3_moe")
+    return path
+
+
+@pytest.fixture
+def start(folder: Path) -> Iterator[Callable[..., Any]]:
+    """Start a role on this process; one at a time."""
+    from roles.train.megatron import MegatronTrain
+
+    running: list[Any] = []
+
+    def make(kind: str = "qwen3", *, deterministic: bool = False, **settings: Any) -> Any:
+        stop()
+        context = RoleContext(role="train", threads=1, master_port=free_port(), deterministic=deterministic)
+        role = MegatronTrain(MegatronTrainConfig(model=str(folder / kind), **{"lr": 1e-2} | settings), context)
+        running.append(role)
+        role.setup()
+        return role
+
+    def stop() -> None:
+        while running:
+            running.pop().teardown()
+
+    yield make
+    stop()
+    torch.use_deterministic_algorithms(False)
