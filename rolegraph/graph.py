@@ -9,7 +9,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +27,9 @@ from rolegraph.reservation import Reservation
 from rolegraph.role import Role, RoleContext
 
 R = TypeVar("R", bound=Role)
+
+OnReady = Callable[[str, Role], Awaitable[None]]
+"""`on_ready(role, handle)`."""
 
 PORT_ATTEMPTS = 3
 """Launches of a role whose rendezvous port another process took first."""
@@ -79,15 +83,21 @@ class RoleGraph:
         options: GraphOptions | None = None,
         *,
         on_call: OnCall | None = None,
+        on_ready: OnReady | None = None,
         reservation: Reservation | None = None,
     ) -> None:
-        """`reservation`: one that holds the devices of the roles already, and goes on to when the graph stops."""
+        """`reservation`: one that holds the devices of the roles already, and goes on to when the graph stops.
+
+        `on_ready(role, handle)` is awaited for each role once it is set up. With it, roles that share GPUs start one
+        after another, so that each can make room for the next: engines look at the free memory when they start.
+        """
         if odd := set(plan.roles) ^ set(roles):
             raise RoleGraphError(f"plan and roles differ in: {', '.join(sorted(odd))}")
         self.plan = plan
         self.roles = dict(roles)
         self.options = options or GraphOptions()
         self.on_call = on_call
+        self.on_ready = on_ready
         self.groups: dict[str, RoleGroup[Any]] = {}
         self.startup: dict[str, float] = {}
         """Seconds from the start of the graph until each role was ready."""
@@ -127,7 +137,8 @@ class RoleGraph:
                     self._reservation = Reservation(self.plan, self.options.exp_name)
                     await self._reservation.take(self.options.timeout_s)
                 self._ship_code()
-            launches = [asyncio.ensure_future(self._start_role(role, began)) for role in self.plan.roles]
+            locks = {group: asyncio.Lock() for group in self.plan.groups}
+            launches = [asyncio.ensure_future(self._start_in_turn(role, began, locks)) for role in self.plan.roles]
             started: asyncio.Future[Any] = asyncio.gather(*launches)
             watcher: asyncio.Future[Any] = asyncio.ensure_future(self._watch_nodes())
             try:
@@ -145,6 +156,16 @@ class RoleGraph:
     async def stop(self) -> None:
         """Tear down, kill and free everything; safe to call again."""
         await self._free(teardown=True)
+
+    async def _start_in_turn(
+        self, role: str, began: float, locks: Mapping[tuple[str, ...], asyncio.Lock]
+    ) -> RoleGroup[Any]:
+        waits = self.on_ready is not None and self.plan.roles[role][0].device == "cuda"
+        async with locks[self.plan.group_of(role)] if waits else nullcontext():
+            group = await self._start_role(role, began)
+            if self.on_ready is not None:
+                await self.on_ready(role, group.handle)
+        return group
 
     async def _start_role(self, role: str, began: float) -> RoleGroup[Any]:
         slots = self.plan.roles[role]

@@ -266,9 +266,9 @@ class RolloutRole(Role):
         """Give weights and KV cache to the roles that share the device; no sample may be running.
 
         Level 1 keeps the weights in host memory. Level 2 drops them: until a sync has brought them back, `generate`
-        raises TurnError, awake or not. What a prefix cache held is gone either way. Asleep already, nothing happens,
-        but that level 2 drops what level 1 kept. A backend that cannot do this leaves it as it is here, and its users
-        set `placement.sleep_level=0`.
+        raises TurnError, awake or not. What a prefix cache held is gone either way. At level 0, and when asleep
+        already, nothing happens. A backend that cannot do this leaves it as it is here, and its users set
+        `placement.sleep_level=0`.
         """
         raise NotImplementedError(_NO_SLEEP)
 

@@ -19,7 +19,7 @@ from rolegraph.config.rules import settle
 from rolegraph.config.schema import RunConfig, Spec
 from rolegraph.data import Dataset
 from rolegraph.errors import ConfigError, PlanError
-from rolegraph.graph import GraphOptions, RoleGraph
+from rolegraph.graph import GraphOptions, OnReady, RoleGraph
 from rolegraph.host import RoleSpec
 from rolegraph.models import ensure
 from rolegraph.parcel import code_folder
@@ -28,7 +28,7 @@ from rolegraph.placement.environment import as_environment
 from rolegraph.role import Role
 from rolegraph.telemetry import Telemetry
 from rolegraph.telemetry.report import write_report
-from rolegraph.turns import Turns, TurnTaker
+from rolegraph.turns import TurnTaker, mover, turns_of
 from rolegraph.weights import WeightSync
 from rolegraph.wiring import handles_of, import_target, teachers_of, weight_sync, with_models
 
@@ -84,8 +84,9 @@ async def _run(config: RunConfig, run_dir: Path) -> None:
         config = await asyncio.to_thread(with_models, config, model_path)
         placed = await asyncio.to_thread(_place, config, stack)
         config = settle(config, placed)
+        turns = _turns(config, placed, algorithm_class)
         telemetry.timeline.place({role: len(slots) for role, slots in placed.roles.items()})
-        graph = _graph(config, placed, run_dir, algorithm_class, telemetry)
+        graph = _graph(config, placed, run_dir, algorithm_class, telemetry, turns)
         stack.push_async_callback(graph.stop)
         dataset = await _side_by_side(graph, _load(config, model_path), telemetry)
         stack.callback(telemetry.finish_samples)
@@ -99,7 +100,7 @@ async def _run(config: RunConfig, run_dir: Path) -> None:
             dataset,
             telemetry,
             weight_sync(config, placed, graph),
-            TurnTaker(Turns(placed.groups)),
+            turns,
             teachers_of(config, handles),
         )
         algorithm = algorithm_class(config.algorithm.config, run)
@@ -144,8 +145,29 @@ def _role_spec(role: str, spec: Spec, kind: type[Role]) -> RoleSpec:
     return RoleSpec(found, spec.config)
 
 
+def _turns(config: RunConfig, placed: Plan, algorithm: type[Algorithm]) -> TurnTaker:
+    kinds = {role: algorithm.interface_of(role) for role in placed.roles}
+    return TurnTaker(turns_of(placed.groups, kinds, config.placement))
+
+
+def _make_room(config: RunConfig, placed: Plan, turns: TurnTaker) -> OnReady | None:
+    """What each role does once it has started, where some of them make room for others."""
+    moving = [role for role in placed.roles if turns.turns.first_rest(role)]
+
+    async def ready(role: str, handle: Role) -> None:
+        if role in moving:
+            await turns.started(role, mover(handle, config.placement))
+
+    return ready if moving else None
+
+
 def _graph(
-    config: RunConfig, placed: Plan, run_dir: Path, algorithm: type[Algorithm], telemetry: Telemetry
+    config: RunConfig,
+    placed: Plan,
+    run_dir: Path,
+    algorithm: type[Algorithm],
+    telemetry: Telemetry,
+    turns: TurnTaker,
 ) -> RoleGraph:
     options = GraphOptions(
         exp_name=_exp_name(config),
@@ -162,7 +184,8 @@ def _graph(
     )
     # Before what is shipped is looked for: the roles' modules are imported here.
     specs = {role: _role_spec(role, spec, algorithm.interface_of(role)) for role, spec in config.started.items()}
-    return RoleGraph(placed, specs, options, on_call=telemetry.timeline.call)
+    on_ready = _make_room(config, placed, turns)
+    return RoleGraph(placed, specs, options, on_call=telemetry.timeline.call, on_ready=on_ready)
 
 
 def plugin_folders(config: RunConfig) -> tuple[str, ...]:

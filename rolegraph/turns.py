@@ -14,7 +14,9 @@ from enum import Enum
 from typing import Literal, Protocol
 
 from rolegraph.errors import RoleError, TurnError
-from rolegraph.interfaces import RolloutRole, TrainRole
+from rolegraph.interfaces import RolloutRole, TeacherRole, TrainRole
+from rolegraph.placement import PlacementConfig
+from rolegraph.role import Role
 
 Parts = tuple[str, ...]
 """What of a role moves by itself: `model` and `optimizer` of a trainer, `weights` and `kv_cache` of an engine."""
@@ -247,6 +249,26 @@ class Turns:
                     )
 
 
+def turns_of(groups: Iterable[Sequence[str]], kinds: Mapping[str, type[Role]], placement: PlacementConfig) -> Turns:
+    """The turns of a run: its groups, the interfaces of its roles, and what the config asks them to give away."""
+    tenants = {role: tenant(kind, placement) for role, kind in kinds.items()}
+    return Turns(groups, {role: found for role, found in tenants.items() if found is not None})
+
+
+def tenant(kind: type[Role], placement: PlacementConfig) -> Tenant | None:
+    """How a role of this interface makes room; null for one that takes no memory of a device."""
+    host = {True: Rest.HOST, False: Rest.STAYS}
+    if issubclass(kind, TrainRole):
+        return Tenant({"model": host[placement.offload_model], "optimizer": host[placement.offload_optimizer]})
+    if issubclass(kind, RolloutRole):
+        weights = (Rest.STAYS, Rest.HOST, Rest.LOST)[placement.sleep_level]
+        cache = Rest.EMPTY if placement.sleep_level else Rest.STAYS
+        return Tenant({"weights": weights, "kv_cache": cache}, is_whole=True)
+    if issubclass(kind, TeacherRole):
+        return Tenant({"model": Rest.STAYS})
+    return None
+
+
 class Mover(Protocol):
     """How the parts of one role are moved."""
 
@@ -295,6 +317,15 @@ class EngineMover:
             await call()
 
 
+def mover(handle: Role, placement: PlacementConfig) -> Mover:
+    """What moves the parts of the role behind this handle."""
+    if isinstance(handle, TrainRole):
+        return TrainMover(handle)
+    if isinstance(handle, RolloutRole):
+        return EngineMover(handle, placement.sleep_level)
+    raise TurnError(f"a {type(handle).__name__} has no parts that move")
+
+
 Moving = Callable[[tuple[str, ...]], AbstractContextManager[None]]
 """Told the roles that move, gives what surrounds the moves (a timer)."""
 
@@ -307,6 +338,7 @@ class TurnTaker:
     """
 
     def __init__(self, turns: Turns | None = None, movers: Mapping[str, Mover] | None = None) -> None:
+        """`movers` by role, of those that `started` will not tell of."""
         self.turns = turns or Turns()
         self._movers = dict(movers or {})
         self._gates: dict[Ticket, asyncio.Future[None]] = {}

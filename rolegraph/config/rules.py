@@ -7,7 +7,6 @@ run), both yielding one sentence a fault that begins with the key.
 from __future__ import annotations
 
 import difflib
-import importlib
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -17,14 +16,12 @@ from rolegraph.config.model_rules import context_length, positions_suffice, size
 from rolegraph.config.provenance import join
 from rolegraph.config.schema import RunConfig
 from rolegraph.config.targets import fields_in_source
+from rolegraph.config.turn_rules import algorithm_roles, needs_sleep_mode, turns_make_room
 from rolegraph.placement import Plan, requests
 from rolegraph.placement.memory import USABLE
 
 LATER: dict[tuple[str, ...], str] = {
-    ("placement", "offload_model"): "offloading",
-    ("placement", "offload_optimizer"): "offloading",
-    ("placement", "offload_teacher_model"): "offloading",
-    ("placement", "sleep_level"): "putting engines to sleep",
+    ("placement", "offload_teacher_model"): "offloading a teacher",
     ("resume",): "resuming from a checkpoint",
     ("checkpoint",): "checkpoints",
     ("eval",): "evaluation during the run",
@@ -67,19 +64,6 @@ def broken(run: RunConfig, *, elsewhere: bool = False) -> Iterator[str]:
             yield from spec.config.check(run)
 
 
-def algorithm_roles(target: str) -> tuple[dict[str, bool], tuple[str, ...]]:
-    """Roles an algorithm class declares by its annotations, and whether it can do without (`ORMRole | None`).
-
-    And how the names of further roles begin that it takes.
-    """
-    from rolegraph.algorithms.base import declared_roles
-
-    module, _, name = target.rpartition(".")
-    algorithm = getattr(importlib.import_module(module), name)
-    found = declared_roles(algorithm)
-    return {role: optional for role, (_, optional) in found.items()}, tuple(getattr(algorithm, "more_roles", ()))
-
-
 def roles_take_part(run: RunConfig) -> Iterator[str]:
     """The algorithm's roles are all there, and no others."""
     try:
@@ -87,7 +71,7 @@ def roles_take_part(run: RunConfig) -> Iterator[str]:
     except Exception as error:  # a user's module may raise anything
         yield f"algorithm._target_={run.algorithm.target} cannot be read: {type(error).__name__}: {error}"
         return
-    for role, optional in roles.items():
+    for role, (_, optional) in roles.items():
         if role not in run.roles and not optional:
             yield f"{run.algorithm.name} needs the role `{role}`: choose one with {role}=NAME"
     for role in run.roles:
@@ -285,6 +269,7 @@ RULES: list[Callable[[RunConfig], Iterator[str]]] = [
     roles_take_part,
     colocated_roles_exist,
     workers_are_roles,
+    turns_make_room,
     roles_ask_for_something,
     context_fits,
     positions_suffice,
@@ -321,9 +306,17 @@ def derive(run: RunConfig) -> RunConfig:
 
 
 def settle(run: RunConfig, plan: Plan) -> RunConfig:
-    """Fill in what follows from the plan: an engine's share of a GPU's memory is its share of the device."""
+    """Fill in what follows from the plan, on GPUs: an engine's share of the memory is its share of the device.
+
+    And whether it has to be able to give it back.
+    """
     for role, spec in run.started.items():
         slot = plan.roles[role][0]
-        if slot.device == "cuda" and getattr(spec.config, "gpu_memory_utilization", 0) is None:
-            run = run.with_role(role, gpu_memory_utilization=round(USABLE * slot.share, 4))
+        follows = {
+            "gpu_memory_utilization": round(USABLE * slot.share, 4),
+            "enable_sleep_mode": needs_sleep_mode(run, role),
+        }
+        changes = {name: value for name, value in follows.items() if getattr(spec.config, name, value) is None}
+        if slot.device == "cuda" and changes:
+            run = run.with_role(role, **changes)
     return run

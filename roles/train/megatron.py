@@ -120,17 +120,20 @@ class MegatronTrain(TrainRole):
         self, batch: Batch, *, weights: PolicyWeights, topk: int = 0, hidden: bool = False, temperature: float = 1.0
     ) -> Batch:
         """See `TrainRole.teach`."""
+        self._offload.need("model")
         with self._policy.holding(weights):
             return self._trainer.teach(batch, topk=topk, hidden=hidden, temperature=temperature)
 
     @endpoint()
     def average_weights(self, decay: float) -> None:
         """See `TrainRole.average_weights`."""
+        self._offload.need("model")
         self._policy.update_average(decay)
 
     @endpoint()
     def use_teacher_head(self, head: Batch | PolicyWeights, info: HeadInfo | None = None) -> None:
         """See `TrainRole.use_teacher_head`."""
+        self._offload.need("model")
         self._trainer.use_teacher_head(head, info)
 
     @endpoint()

@@ -187,6 +187,7 @@ def _weights(model: Model) -> Iterator[Tensor]:
     yield from model.model.buffers()
     if isinstance(model, Policy):
         yield from (model.reference or {}).values()
+        yield from (model.average or {}).values()
 
 
 def _optimizer_state(model: Model) -> Iterator[Tensor]:

@@ -80,7 +80,8 @@ def test_phases_follow_from_the_algorithm(model: list[str]) -> None:
 
 def test_what_steps_aside_is_not_there(model: list[str]) -> None:
     overrides = [*model, "placement=colocate", "train.gpus=8"]
-    (stay,) = estimated(overrides, "1x8xH100-80G")[2].needs
+    awake = {"offload_model": False, "offload_optimizer": False, "sleep_level": 0}
+    (stay,) = estimated(overrides, "1x8xH100-80G", **awake)[2].needs
     assert part(stay, "generate", "train", "optimizer") is not None
     assert part(stay, "train", "rollout", "kv_cache") is not None
     turns = {"offload_model": True, "offload_optimizer": True, "sleep_level": 1}
@@ -93,7 +94,7 @@ def test_what_steps_aside_is_not_there(model: list[str]) -> None:
     }  # fmt: skip
     assert placed.roles["rollout"][0].share == 1.0
     assert phase(need, "generate").total == round(0.9 * 80 * GIB)
-    (need,) = estimated(overrides, "1x8xH100-80G", offload_optimizer=True)[2].needs
+    (need,) = estimated(overrides, "1x8xH100-80G", **awake | {"offload_optimizer": True})[2].needs
     assert part(need, "generate", "train", "optimizer") is None
     assert part(need, "generate", "train", "weights") is not None
 
@@ -108,7 +109,11 @@ def test_a_separate_role_never_steps_aside(model: list[str]) -> None:
 @pytest.mark.parametrize(
     ("extra", "nodes", "expected"),
     [
-        (["placement=colocate", "train.gpus=8"], "1x8xH100-80G", ["placement.offload_model=true"]),
+        (
+            ["placement=colocate", "train.gpus=8", "placement.offload_model=false"],
+            "1x8xH100-80G",
+            ["placement.offload_model=true"],
+        ),
         (
             ["placement=separate", "train.gpus=4", "rollout.gpus=4", "train.use_distributed_optimizer=false"],
             "1x8xH100-80G",

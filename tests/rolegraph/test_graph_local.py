@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import pytest
 
 from rolegraph.errors import PlanError, RoleError, RoleGraphError
 from rolegraph.graph import GraphOptions, RoleGraph, process_env
 from rolegraph.host import RoleSpec
-from rolegraph.placement import Slot
+from rolegraph.placement import Plan, Slot
 from rolegraph.role import Mesh, Role
 from tests.rolegraph.fakes import Fake, Plain, batch_of, plan_of, spec_of
 
@@ -62,6 +64,32 @@ async def test_a_lone_replica_gets_the_rows_of_a_queue_in_few_calls() -> None:
 def test_blocking_programs_work_too() -> None:
     with RoleGraph(plan_of(ranks=1), {"fake": spec_of()}, LOCAL) as graph:
         assert graph.handle("fake", Fake).doubled.sync([4]) == [8]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+async def test_roles_that_share_gpus_start_one_after_another_and_make_room(device: Literal["cpu", "cuda"]) -> None:
+    names = ("train", "rollout", "orm")
+    on = dict(zip(names, (device, device, "cpu"), strict=True))
+    slots = {role: (replace(plan_of(ranks=1).roles["fake"][0], role=role, device=on[role]),) for role in names}
+    calls: list[str] = []
+
+    class Slow(Plain):
+        def setup(self) -> None:
+            calls.append(f"{self.context.role} starts")
+            time.sleep(0.2)
+
+    async def ready(role: str, handle: Role) -> None:
+        assert isinstance(handle, Fake)
+        await handle.rank()
+        calls.append(f"{role} is ready")
+
+    plan = Plan(slots, (names,), device)
+    async with RoleGraph(plan, {role: spec_of(Slow) for role in names}, LOCAL, on_ready=ready):
+        pass
+    ends = [calls.index("train is ready"), calls.index("rollout starts")]
+    assert sorted(calls) == sorted(f"{role} {what}" for role in names for what in ("starts", "is ready"))
+    assert (ends == sorted(ends)) == (device == "cuda"), calls
+    assert calls.index("orm starts") < calls.index("train is ready"), "it needs no GPU"
 
 
 def test_more_than_one_rank_is_refused() -> None:

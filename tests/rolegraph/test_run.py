@@ -28,15 +28,21 @@ EXACT = (
 """A run whose losses are not zero: the second pass over a generation is off-policy, and a reference pulls."""
 
 
+AWAKE = ("placement.sleep_level=0", "placement.offload_model=false", "placement.offload_optimizer=false")
+ASLEEP = ("placement.sleep_level=2", "placement.offload_model=true", "placement.offload_optimizer=true")
+
+
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    return run(*EXACT, folder=tmp_path_factory.mktemp("one_rank"))
+    return run(*EXACT, *AWAKE, folder=tmp_path_factory.mktemp("one_rank"))
 
 
-def test_two_runs_with_one_seed_agree_bit_for_bit(one_rank: Finished, tmp_path: Path) -> None:
-    again = run(*EXACT, folder=tmp_path)
+def test_two_runs_with_one_seed_agree_bit_for_bit_whoever_sleeps_meanwhile(one_rank: Finished, tmp_path: Path) -> None:
+    again = run(*EXACT, *ASLEEP, folder=tmp_path)
     assert again.figures == one_rank.figures
     assert len(again.figures) == 24
+    turns = [[row["step"] for row in done.metrics if "seconds/turns" in row] for done in (one_rank, again)]
+    assert turns == [[], [1, 21, 23]], "in the first step of the warm start and of each generation"
 
 
 def test_tensor_parallel_training_on_devices_of_its_own_gives_the_same_losses(

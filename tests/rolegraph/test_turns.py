@@ -10,6 +10,8 @@ from dataclasses import replace
 import pytest
 
 from rolegraph.errors import RoleError, TurnError
+from rolegraph.interfaces import ORMRole, RolloutRole, TeacherRole, TrainRole
+from rolegraph.placement import PlacementConfig
 from rolegraph.turns import (
     PHASES,
     At,
@@ -23,6 +25,7 @@ from rolegraph.turns import (
     TrainMover,
     Turns,
     TurnTaker,
+    turns_of,
 )
 
 SHARED = [("train", "rollout", "orm")]
@@ -117,6 +120,18 @@ def test_a_teacher_is_one_more_tenant() -> None:
     assert go(turns, "teacher") == ["train away model optimizer", "rollout away weights kv_cache"]
     assert go(turns, "train") == ["teacher away model", "train back model optimizer"]
     assert go(turns, "teacher") == ["train away model optimizer", "teacher back model"]
+
+
+def test_a_teacher_has_room_made_for_it_and_a_verifier_needs_none() -> None:
+    kinds = {"train": TrainRole, "rollout": RolloutRole, "teacher": TeacherRole, "orm": ORMRole}
+    placement = PlacementConfig(offload_optimizer=True, sleep_level=1)
+    turns = turns_of([tuple(kinds)], kinds, placement)
+    assert go(turns, "score") == []
+    assert go(turns, "teacher") == ["train away optimizer", "rollout away weights kv_cache"]
+    assert go(turns, "train") == ["train back optimizer"]
+    assert turns.first_rest("teacher") == turns.first_rest("orm") == []
+    beside = turns_of([("train", "orm"), ("rollout",)], kinds, placement)
+    assert go(beside, "generate") == go(beside, "train") == [], "nobody computes beside them"
 
 
 # ----- weights that are gone -----

@@ -15,7 +15,8 @@ from rolegraph.algorithms.teachers import SelfTeacher, Teachers
 from rolegraph.batch import Batch
 from rolegraph.data.dataset import Batches
 from rolegraph.interfaces import LossSpec, PolicyWeights, SamplingParams
-from rolegraph.turns import TurnTaker
+from rolegraph.placement import PlacementConfig
+from rolegraph.turns import EngineMover, TrainMover, TurnTaker, turns_of
 
 
 def away(columns: Mapping[str, Any]) -> Batch:
@@ -134,6 +135,14 @@ class Train:
         self.calls.append(f"head of {head}")
         return [None]
 
+    async def offload(self, model: bool, optimizer: bool) -> list[None]:
+        self.calls.append(f"offload{' model' * model}{' optimizer' * optimizer}")
+        return [None]
+
+    async def onload(self, model: bool, optimizer: bool) -> list[None]:
+        self.calls.append(f"onload{' model' * model}{' optimizer' * optimizer}")
+        return [None]
+
     async def reset_optimizer(self) -> list[None]:
         self.calls.append("reset_optimizer")
         return [None]
@@ -171,6 +180,14 @@ class Rollout:
             }
         )
         return rows.merge(drawn)
+
+    async def sleep(self, level: int) -> list[None]:
+        self.calls.append(f"sleep {level}")
+        return [None]
+
+    async def wake_up(self, parts: tuple[str, ...]) -> list[None]:
+        self.calls.append(f"wake {' '.join(parts)}")
+        return [None]
 
 
 def scores(batch: Batch, topk: int, hidden: bool, mark: float = 0.0) -> Batch:
@@ -221,7 +238,7 @@ class ORM:
 
 
 class World:
-    """An algorithm with everything it talks to."""
+    """An algorithm with everything it talks to; `placement` says who takes turns."""
 
     def __init__(
         self,
@@ -232,7 +249,7 @@ class World:
         rows: int = 8,
         max_steps: int | None = 1,
         seed: int = 3,
-        turns: TurnTaker | None = None,
+        placement: PlacementConfig | None = None,
         teachers: Sequence[str] = (),
         teacher: PolicyWeights | None = None,
         teacher_temperature: float | None = None,
@@ -240,6 +257,9 @@ class World:
         """`teachers` are roles of their own; `teacher` the policy's weights that teach."""
         self.calls: list[str] = []
         self.telemetry, self.sync = Telemetry(self.calls), Sync(self.calls)
+        placement = placement or PlacementConfig()
+        kinds = {role: kind for role, (kind, _) in algorithm.roles().items()}
+        self.turns = TurnTaker(turns_of(placement.colocated, kinds, placement))
         self.dataset = Dataset(rows, responses=config.data_needs != "prompt")
         job = SimpleNamespace(
             config=SimpleNamespace(
@@ -248,7 +268,7 @@ class World:
             dataset=self.dataset,
             telemetry=self.telemetry,
             sync=self.sync,
-            turns=turns or TurnTaker(),
+            turns=self.turns,
         )
         self.train, self.rollout = Train(self.calls), Rollout(self.calls, self.sync)
         self.orm = ORM(self.calls, rewards)
@@ -261,8 +281,12 @@ class World:
         self.algorithm = algorithm(config, job)
         for name in algorithm.roles():
             setattr(self.algorithm, name, getattr(self, name))
+        train, rollout = TrainMover(self.train), EngineMover(self.rollout, placement.sleep_level)  # type: ignore[arg-type]
+        self.movers = {"train": train, "rollout": rollout}
 
     async def run(self) -> World:
+        for role, mover in self.movers.items():
+            await self.turns.started(role, mover)
         await self.algorithm.run()
         return self
 

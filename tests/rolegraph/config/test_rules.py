@@ -126,7 +126,9 @@ def test_derived_values(user: Folder) -> None:
     ("overrides", "share"),
     [
         (["placement=separate", "train.gpus=1", "rollout.gpus=1"], 0.9),
-        (["placement=colocate"], 0.45),  # orm is of the group, and on no GPU
+        (["placement=colocate"], 0.9),  # the trainer makes room
+        (["placement=colocate", "placement.sleep_level=0"], 0.45),
+        (["placement=colocate", "placement.offload_model=false"], 0.45),  # orm is of the group, and on no GPU
         (["placement=colocate", "rollout.gpu_memory_utilization=0.3"], 0.3),
         (["placement=colocate", "placement.device=cpu"], None),
     ],

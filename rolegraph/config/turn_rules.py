@@ -1,0 +1,74 @@
+"""Rules on what roles do while others have their turn on a shared device."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+
+from rolegraph.config.schema import RunConfig
+
+
+def algorithm_roles(target: str) -> tuple[dict[str, tuple[type, bool]], tuple[str, ...]]:
+    """Roles an algorithm class declares by its annotations: their interface, and whether it can do without.
+
+    And how the names of further roles begin that it takes.
+    """
+    from rolegraph.algorithms.base import declared_roles
+
+    module, _, name = target.rpartition(".")
+    algorithm = getattr(importlib.import_module(module), name)
+    return dict(declared_roles(algorithm)), tuple(getattr(algorithm, "more_roles", ()))
+
+
+def tenants_beside(run: RunConfig, role: str) -> set[str]:
+    """Roles of the run that compute on the same devices, `role` aside."""
+    group = next((set(group) for group in run.placement.sharing(run.roles) if role in group), set[str]())
+    others = (group & run.started.keys()) - {role}
+    return {name for name in others if not getattr(run.roles[name].config, "never_on_gpu", False)}
+
+
+def turns_make_room(run: RunConfig) -> Iterator[str]:
+    """What is asked of roles that share devices is asked of some that do, and can be undone."""
+    from rolegraph.interfaces import RolloutRole, TrainRole
+
+    try:
+        declared, _ = algorithm_roles(run.algorithm.target)
+    except Exception:  # another rule says so
+        return
+    kinds = {role: kind for role, (kind, _) in declared.items() if role in run.started}
+    trainers = [role for role, kind in kinds.items() if issubclass(kind, TrainRole) and tenants_beside(run, role)]
+    engines = [role for role, kind in kinds.items() if issubclass(kind, RolloutRole) and tenants_beside(run, role)]
+    settings: dict[str, tuple[object, list[str], str]] = {
+        "offload_model": (run.placement.offload_model, trainers, "role that trains"),
+        "offload_optimizer": (run.placement.offload_optimizer, trainers, "role that trains"),
+        "sleep_level": (run.placement.sleep_level, engines, "engine"),
+    }
+    whoever_can = run.tree.get("placement", {}).get("colocate_groups") == "all"
+    for key, (value, sharing, kind) in settings.items():
+        if value and not sharing and not whoever_can:
+            yield (
+                f"placement.{key}={str(value).lower()} has no effect: no {kind} shares its devices with another role "
+                "that computes there; remove it, or name them in placement.colocate_groups"
+            )
+    if run.placement.sleep_level:
+        for role in engines:
+            yield from _sleeps(run, role, is_synced=role == "rollout" and "train" in kinds)
+
+
+def _sleeps(run: RunConfig, role: str, *, is_synced: bool) -> Iterator[str]:
+    level = run.placement.sleep_level
+    if level == 2 and not is_synced:
+        yield (
+            f"placement.sleep_level=2 drops the weights of {role}, and no weight sync from train brings them back: set "
+            "it to 1"
+        )
+    if getattr(run.roles[role].config, "enable_sleep_mode", None) is False:
+        yield (
+            f"{role}.enable_sleep_mode=false contradicts placement.sleep_level={level}: remove it, or set "
+            "placement.sleep_level=0"
+        )
+
+
+def needs_sleep_mode(run: RunConfig, role: str) -> bool:
+    """Whether an engine has to be started so that it can be put to sleep."""
+    return run.placement.sleep_level > 0 and bool(tenants_beside(run, role))
