@@ -16,7 +16,7 @@ from rolegraph.algorithms.grpo import RESPONSE_COLUMNS
 from rolegraph.algorithms.sft import warm_start
 from rolegraph.algorithms.teachers import Ask
 from rolegraph.batch import Batch
-from rolegraph.interfaces import Metrics, RolloutRole, TeacherRole, TrainRole
+from rolegraph.interfaces import Metrics, ORMRole, RolloutRole, TeacherRole, TrainRole
 from rolegraph.role import Role
 from rolegraph.staleness import Staleness
 
@@ -29,7 +29,7 @@ class GKD(Algorithm):
 
     Which steps are on the student's own samples is drawn from the run's seed. With `max_staleness` above 0 those are
     drawn, and scored by a teacher with weights of its own, beside training. Hidden states go from the teacher's actors
-    to the trainer's; the driver holds references.
+    to the trainer's; the driver holds references. Rewards, where a role gives them, are logged and teach nothing.
     """
 
     Config: ClassVar[type[GKDConfig]] = GKDConfig
@@ -37,6 +37,7 @@ class GKD(Algorithm):
     train: TrainRole
     rollout: RolloutRole | None
     teacher: TeacherRole
+    orm: ORMRole | None
     more_roles: ClassVar[Mapping[str, type[Role]]] = MappingProxyType({"teacher_": TeacherRole})
 
     def __init__(self, config: GKDConfig, run: Run) -> None:
@@ -91,6 +92,10 @@ class GKD(Algorithm):
         async with self.turn("generate"):
             samples = await self.rollout.generate(prompts, sampling)
         metrics = measure.of_lengths(samples)
+        if self.orm is not None:
+            async with self.turn("score"):
+                samples = await self.orm.score(samples)
+            metrics |= measure.of_rewards(samples)
         if self.teachers.own is None:
             samples = await self.teachers.taught(self, samples, self.ask)
         return samples, metrics

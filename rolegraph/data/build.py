@@ -21,6 +21,7 @@ from rolegraph.data.report import BadRowError, Report
 from rolegraph.data.rows import Needs, Row, Sample
 from rolegraph.data.tokenizer import ChatTokenizer
 from rolegraph.errors import DataError
+from rolegraph.plugins import load_plugins
 
 SHARD_ROWS = 64
 """Rows of one object in the store: a reader of a few rows does not pull the data set."""
@@ -77,6 +78,7 @@ def describe(config: DataConfig) -> str:
 
 def _samples(config: DataConfig, needs: Needs, report: Report) -> Iterator[tuple[str, str, Sample]]:
     """Place, content id and sample of every row that can be understood."""
+    _load_plugins(config.external_plugins)
     preprocessors = [_function(path) for path in config.preprocessors]
     for where, raw in sources.rows_of(config):
         report.rows += 1
@@ -102,6 +104,14 @@ def _samples(config: DataConfig, needs: Needs, report: Report) -> Iterator[tuple
         report.repaired["broken surrogates in the text, replaced by U+FFFD"] += changed
         yield where, name, sample
     report.repaired = +report.repaired
+
+
+def _load_plugins(plugins: Sequence[str]) -> None:
+    for plugin in plugins:
+        try:
+            load_plugins([plugin])
+        except Exception as error:  # a user's module may raise anything
+            raise DataError(f"data.external_plugins: {plugin}: {type(error).__name__}: {error}") from error
 
 
 def _renamed(row: Row, columns: dict[str, str]) -> Row:

