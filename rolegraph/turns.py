@@ -265,7 +265,7 @@ def tenant(kind: type[Role], placement: PlacementConfig) -> Tenant | None:
         cache = Rest.EMPTY if placement.sleep_level else Rest.STAYS
         return Tenant({"weights": weights, "kv_cache": cache}, is_whole=True)
     if issubclass(kind, TeacherRole):
-        return Tenant({"model": Rest.STAYS})
+        return Tenant({"model": host[placement.offload_teacher_model]})
     return None
 
 
@@ -295,6 +295,21 @@ class TrainMover:
 
 
 @dataclass(frozen=True)
+class TeacherMover:
+    """Moves a teacher's model. A replica that dies meanwhile is left out."""
+
+    teacher: TeacherRole
+
+    async def away(self, parts: Parts) -> None:
+        """Offload it."""
+        await _living(lambda: self.teacher.offload())
+
+    async def back(self, parts: Parts) -> None:
+        """Load it back."""
+        await _living(lambda: self.teacher.onload())
+
+
+@dataclass(frozen=True)
 class EngineMover:
     """Moves an engine's parts: all away together, back one by one. A replica that dies meanwhile is left out."""
 
@@ -303,18 +318,19 @@ class EngineMover:
 
     async def away(self, parts: Parts) -> None:
         """Put the engines to sleep, `parts` being all that is awake."""
-        await self._living(lambda: self.rollout.sleep(self.sleep_level))
+        await _living(lambda: self.rollout.sleep(self.sleep_level))
 
     async def back(self, parts: Parts) -> None:
         """Wake these parts."""
-        await self._living(lambda: self.rollout.wake_up(parts))
+        await _living(lambda: self.rollout.wake_up(parts))
 
-    async def _living(self, call: Callable[[], Awaitable[object]]) -> None:
-        try:
-            await call()
-        except RoleError:
-            # A replica found dead is not asked again, and those that have done it do it no second time.
-            await call()
+
+async def _living(call: Callable[[], Awaitable[object]]) -> None:
+    try:
+        await call()
+    except RoleError:
+        # A replica found dead is not asked again, and those that have done it do it no second time.
+        await call()
 
 
 def mover(handle: Role, placement: PlacementConfig) -> Mover:
@@ -323,6 +339,8 @@ def mover(handle: Role, placement: PlacementConfig) -> Mover:
         return TrainMover(handle)
     if isinstance(handle, RolloutRole):
         return EngineMover(handle, placement.sleep_level)
+    if isinstance(handle, TeacherRole):
+        return TeacherMover(handle)
     raise TurnError(f"a {type(handle).__name__} has no parts that move")
 
 

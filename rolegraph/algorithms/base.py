@@ -36,7 +36,7 @@ class Algorithm:
 
     Config: ClassVar[type[Any]]
     """The dataclass of the algorithm's config."""
-    phases: ClassVar[Mapping[str, Phase]] = PHASES
+    phases: Mapping[str, Phase] = PHASES
     """What `turn` knows by name; an algorithm with phases of its own has `phases = {**PHASES, "judge": Phase(...)}`."""
     more_roles: ClassVar[Mapping[str, type[Role]]] = MappingProxyType({})
     """Roles that a config may add, by how their names begin, beside those of the annotations."""

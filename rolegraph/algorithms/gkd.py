@@ -43,6 +43,7 @@ class GKD(Algorithm):
     def __init__(self, config: GKDConfig, run: Run) -> None:
         super().__init__(config, run)
         self.teachers = run.teachers
+        self.phases = {**self.phases, **self.teachers.phases}
         self.ask = Ask(config.gkd_logits_topk or 0, config.gkd_logits_topk is None, config.temperature)
         self.batches = run.dataset.batches(config.global_batch_size, run.config.seed)
         self.ahead: dict[int, Batch] = {}

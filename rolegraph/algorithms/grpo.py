@@ -52,6 +52,7 @@ class GRPO(Algorithm):
         super().__init__(config, run)
         self.loss = config.loss_spec()
         self.teachers, self.ask = run.teachers, Ask(temperature=config.temperature)
+        self.phases = {**self.phases, **self.teachers.phases}
         self.prompts = run.dataset.batches(config.prompts_per_generation, run.config.seed)
         self.rounds = 0
         """Calls of `generate` so far, the `step` of their samples: no two samples of a run share a seed."""

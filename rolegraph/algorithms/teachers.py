@@ -14,6 +14,7 @@ from rolegraph.algorithms.config import SelfTeacherConfig
 from rolegraph.batch import Batch
 from rolegraph.errors import ConfigError
 from rolegraph.interfaces import TeacherRole, TrainRole
+from rolegraph.turns import Phase
 
 ROWS_A_CALL = 64
 """Rows that a teacher scores in one call: what it returns for them is one object in the store for each of its ranks,
@@ -78,6 +79,12 @@ class Teachers:
     def own(self) -> SelfTeacher | None:
         """The policy, where it is the teacher."""
         return next((teacher for teacher in self.by_role.values() if isinstance(teacher, SelfTeacher)), None)
+
+    @property
+    def phases(self) -> dict[str, Phase]:
+        """The phases in which they work, whatever the names of their roles."""
+        needs = {role: ("model",) for role, teacher in self.by_role.items() if not isinstance(teacher, SelfTeacher)}
+        return {"teacher": Phase(needs), "teacher_head": Phase({"train": ("model",), **needs})}
 
     @property
     def phase(self) -> str:

@@ -21,7 +21,6 @@ from rolegraph.placement import Plan, requests
 from rolegraph.placement.memory import USABLE
 
 LATER: dict[tuple[str, ...], str] = {
-    ("placement", "offload_teacher_model"): "offloading a teacher",
     ("resume",): "resuming from a checkpoint",
     ("checkpoint",): "checkpoints",
     ("eval",): "evaluation during the run",

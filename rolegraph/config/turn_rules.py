@@ -29,7 +29,7 @@ def tenants_beside(run: RunConfig, role: str) -> set[str]:
 
 def turns_make_room(run: RunConfig) -> Iterator[str]:
     """What is asked of roles that share devices is asked of some that do, and can be undone."""
-    from rolegraph.interfaces import RolloutRole, TrainRole
+    from rolegraph.interfaces import RolloutRole, TeacherRole, TrainRole
 
     try:
         declared, _ = algorithm_roles(run.algorithm.target)
@@ -37,10 +37,12 @@ def turns_make_room(run: RunConfig) -> Iterator[str]:
         return
     kinds = {role: kind for role, (kind, _) in declared.items() if role in run.started}
     trainers = [role for role, kind in kinds.items() if issubclass(kind, TrainRole) and tenants_beside(run, role)]
+    teachers = [role for role, kind in kinds.items() if issubclass(kind, TeacherRole) and tenants_beside(run, role)]
     engines = [role for role, kind in kinds.items() if issubclass(kind, RolloutRole) and tenants_beside(run, role)]
     settings: dict[str, tuple[object, list[str], str]] = {
         "offload_model": (run.placement.offload_model, trainers, "role that trains"),
         "offload_optimizer": (run.placement.offload_optimizer, trainers, "role that trains"),
+        "offload_teacher_model": (run.placement.offload_teacher_model, teachers, "teacher"),
         "sleep_level": (run.placement.sleep_level, engines, "engine"),
     }
     whoever_can = run.tree.get("placement", {}).get("colocate_groups") == "all"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from rolegraph.errors import ConfigError
 from rolegraph.models.config import ModelConfig
@@ -46,6 +46,15 @@ class HuggingFaceTeacherConfig:
         if not isinstance(self.model, str):
             raise ConfigError("teacher.model is not set: give a Hugging Face folder")
         return self.model
+
+    def check(self, run: Any) -> Iterator[str]:
+        """What does not go together with the rest of the run."""
+        sharing = any("teacher" in group for group in run.placement.sharing(run.roles))
+        if self.pipeline_model_parallel_size > 1 and run.placement.offload_teacher_model and sharing:
+            yield (
+                f"teacher.pipeline_model_parallel_size={self.pipeline_model_parallel_size}: a model that transformers "
+                "spreads over GPUs cannot step aside; set placement.offload_teacher_model=false, or teacher=megatron"
+            )
 
     def problems(self) -> Iterator[str]:
         """What is wrong with these values, each naming its key."""

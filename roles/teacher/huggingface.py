@@ -108,11 +108,6 @@ class HuggingFaceTeacher(TeacherRole):
 
         if self.context.device != "cuda":
             return
-        if len(self.context.device_ids) > 1:
-            raise ConfigError(
-                "a teacher spread over several GPUs cannot step aside: set placement.offload_teacher_model=false, or "
-                "teacher.pipeline_model_parallel_size=1"
-            )
         self._model.to(device)
         torch.cuda.empty_cache()
 

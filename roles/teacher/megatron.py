@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from rolegraph.batch import Batch
 from rolegraph.interfaces import HeadInfo, TeacherRole
@@ -13,6 +13,7 @@ from roles.teacher.config import MegatronTeacherConfig
 if TYPE_CHECKING:
     from roles.train.forward import Forward
     from roles.train.model import Model
+    from roles.train.offload import Offload
 
 Head = tuple[Batch, HeadInfo]
 
@@ -35,11 +36,12 @@ class MegatronTeacher(TeacherRole):
         torch.set_num_threads(self.context.threads)
         if self.context.device == "cuda":
             torch.cuda.set_device(0)
-        from roles.train import forward, model
+        from roles.train import forward, model, offload
 
         self._model: Model = model.build_model(self.config, self.context)
         self._model.model.requires_grad_(False)
         self._forward: Forward = forward.Forward(self.config, self._model)
+        self._offload: Offload = offload.Offload(self._model, moves=self.context.device == "cuda")
 
     def teardown(self) -> None:
         """Leave all process groups."""
@@ -50,6 +52,7 @@ class MegatronTeacher(TeacherRole):
     @endpoint(dispatch="dp", cost="length")
     def score(self, batch: Batch, *, topk: int = 0, hidden: bool = False, temperature: float = 1.0) -> Batch:
         """See `TeacherRole.score`."""
+        self._offload.need("model")
         return self._forward.teach(batch, topk=topk, hidden=hidden, temperature=temperature)
 
     @endpoint(collect=first_head)
@@ -58,6 +61,7 @@ class MegatronTeacher(TeacherRole):
         from rolegraph.columns import fixed_size_rows
         from roles.train.teaching import as_numpy
 
+        self._offload.need("model")
         weight = self._forward.whole_head()
         info = HeadInfo(
             vocab_size=self._model.bridge.vocab_size,
@@ -70,18 +74,10 @@ class MegatronTeacher(TeacherRole):
 
     @endpoint()
     def offload(self) -> None:
-        """Move the weights to host memory; without a GPU they stay where they are."""
-        self._move("cpu")
+        """Move the weights to host memory; on a CPU nothing moves."""
+        self._offload.give(model=True, optimizer=False)
 
     @endpoint()
     def onload(self) -> None:
         """Move the weights back to the GPU."""
-        self._move(self._model.device)
-
-    def _move(self, device: Any) -> None:
-        if self.context.device != "cuda":
-            return
-        import torch
-
-        self._model.model.to(device)
-        torch.cuda.empty_cache()
+        self._offload.take(model=True, optimizer=False)

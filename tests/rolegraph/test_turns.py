@@ -12,6 +12,7 @@ import pytest
 from rolegraph.errors import RoleError, TurnError
 from rolegraph.interfaces import ORMRole, RolloutRole, TeacherRole, TrainRole
 from rolegraph.placement import PlacementConfig
+from rolegraph.role import RoleContext
 from rolegraph.turns import (
     PHASES,
     At,
@@ -25,6 +26,8 @@ from rolegraph.turns import (
     TrainMover,
     Turns,
     TurnTaker,
+    mover,
+    tenant,
     turns_of,
 )
 
@@ -394,3 +397,27 @@ def test_phases_of_ones_own() -> None:
     ticket = turns.ask("judge", judge)
     turns.begin(ticket)
     assert turns.moves(ticket) == [Move("train", "away", ("model", "optimizer"))]
+
+
+def test_a_teacher_steps_aside_where_the_config_says_so() -> None:
+    for moves, rest in ((True, Rest.HOST), (False, Rest.STAYS)):
+        found = tenant(TeacherRole, PlacementConfig(offload_teacher_model=moves))
+        assert found == Tenant({"model": rest})
+
+
+async def test_a_teacher_is_moved_by_its_own_endpoints() -> None:
+    calls: list[str] = []
+
+    class Handle(TeacherRole):
+        async def offload(self) -> list[None]:  # type: ignore[override]
+            calls.append("offload")
+            return [None]
+
+        async def onload(self) -> list[None]:  # type: ignore[override]
+            calls.append("onload")
+            return [None]
+
+    moved = mover(Handle(None, RoleContext()), PlacementConfig())
+    await moved.away(("model",))
+    await moved.back(("model",))
+    assert calls == ["offload", "onload"]

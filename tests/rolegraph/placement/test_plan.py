@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -215,9 +217,9 @@ def test_three_roles_of_which_one_stays() -> None:
     placement = PlacementConfig(colocate_groups=(("train", "rollout", "teacher"),))
     requests = [train(gpus=4), rollout(), RoleRequest("teacher", is_spmd=False)]
     assert plan(BOX, requests, placement).roles["teacher"][0].share == pytest.approx(1 / 3)
-    object.__setattr__(placement, "offload_teacher_model", True)
+    placement = replace(placement, offload_teacher_model=True)
     assert plan(BOX, requests, placement).roles["teacher"][0].share == pytest.approx(1 / 3)
-    object.__setattr__(placement, "sleep_level", 1)
+    placement = replace(placement, sleep_level=1)
     assert plan(BOX, requests, placement).roles["train"][0].share == pytest.approx(1 / 2)
 
 
