@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.multiprocessing as mp
 from torch import Tensor
 
 from rolegraph.host import free_port
-from roles.teacher import scoring
+from roles.train import scoring
 from roles.train.scoring import Shard, TokenScores, score_tokens
 
 VOCABULARY, PADDED = 37, 48
@@ -79,6 +80,7 @@ def _rank(rank: int, port: int, bounds: list[int], topk: int) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_shards_of_unequal_sizes_agree_on_the_best_of_all() -> None:
     # The second shard has fewer tokens than K, the third is padding alone.
     mp.spawn(_rank, args=(free_port(), [0, 33, 40, 48], 6), nprocs=3)
