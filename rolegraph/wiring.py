@@ -67,14 +67,20 @@ def weight_sync(config: RunConfig, placed: Plan, graph: RoleGraph) -> WeightSync
     """The way from `train` to `rollout`, by the devices both are on."""
     if "train" not in graph.groups or "rollout" not in graph.groups:
         return None
-    on_gpus = {slot.device_ids for role in ("train", "rollout") for slot in placed.roles[role]}
-    if placed.device == "cpu":
-        backend = "gloo"
-    elif "rollout" not in placed.group_of("train"):
-        backend = "nccl"
-    else:
-        # Two processes on one GPU hand over memory; NCCL refuses them, and an engine that spans more GPUs than the
-        # sending rank's cannot open its memory everywhere: those go through the host.
-        backend = "ipc" if len(on_gpus) == 1 and len(next(iter(on_gpus))) == 1 else "gloo"
     drain = getattr(config.algorithm.config, "on_sync", None) == "drain"
-    return WeightSync(graph.groups["train"].handle, [graph.groups["rollout"].handle], backend=backend, drain=drain)
+    return WeightSync(
+        graph.groups["train"].handle, [graph.groups["rollout"].handle], backend=backend_of(placed), drain=drain
+    )
+
+
+def backend_of(placed: Plan) -> str:
+    """What carries the weights from the devices of `train` to those of `rollout`."""
+    slots = [slot for role in ("train", "rollout") for slot in placed.roles[role]]
+    if any(slot.device == "cpu" for slot in slots):
+        return "gloo"
+    if "rollout" not in placed.group_of("train"):
+        return "nccl"
+    # Two processes on one GPU hand over memory; NCCL refuses them, and an engine that spans more GPUs than the sending
+    # rank's cannot open its memory everywhere, nor can one on another node: those go through the host.
+    devices = {(slot.node, device) for slot in slots for device in slot.device_ids}
+    return "ipc" if len(devices) == 1 else "gloo"
