@@ -22,13 +22,14 @@ from rolegraph.errors import ConfigError, PlanError
 from rolegraph.graph import GraphOptions, OnReady, RoleGraph
 from rolegraph.host import RoleSpec
 from rolegraph.models import ensure
+from rolegraph.movers import mover
 from rolegraph.parcel import code_folder
 from rolegraph.placement import Plan, plan, requests, this_machine
 from rolegraph.placement.environment import as_environment
 from rolegraph.role import Role
 from rolegraph.telemetry import Telemetry
 from rolegraph.telemetry.report import write_report
-from rolegraph.turns import TurnTaker, mover, turns_of
+from rolegraph.turns import TurnTaker, turns_of
 from rolegraph.weights import WeightSync
 from rolegraph.wiring import handles_of, import_target, teachers_of, weight_sync, with_models
 

@@ -7,13 +7,13 @@ of it. Algorithms write `async with self.turn("generate"):`, and `PHASES` says w
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, Protocol
 
-from rolegraph.errors import RoleError, TurnError
+from rolegraph.errors import TurnError
 from rolegraph.interfaces import RolloutRole, TeacherRole, TrainRole
 from rolegraph.placement import PlacementConfig
 from rolegraph.role import Role
@@ -270,78 +270,13 @@ def tenant(kind: type[Role], placement: PlacementConfig) -> Tenant | None:
 
 
 class Mover(Protocol):
-    """How the parts of one role are moved."""
+    """How the parts of one role are moved; see `rolegraph.movers`."""
 
     async def away(self, parts: Parts) -> None:
         """Free their memory."""
 
     async def back(self, parts: Parts) -> None:
         """Give them their memory, and what they held where that was kept."""
-
-
-@dataclass(frozen=True)
-class TrainMover:
-    """Moves a trainer's parts."""
-
-    train: TrainRole
-
-    async def away(self, parts: Parts) -> None:
-        """Offload them."""
-        await self.train.offload(model="model" in parts, optimizer="optimizer" in parts)
-
-    async def back(self, parts: Parts) -> None:
-        """Load them back."""
-        await self.train.onload(model="model" in parts, optimizer="optimizer" in parts)
-
-
-@dataclass(frozen=True)
-class TeacherMover:
-    """Moves a teacher's model. A replica that dies meanwhile is left out."""
-
-    teacher: TeacherRole
-
-    async def away(self, parts: Parts) -> None:
-        """Offload it."""
-        await _living(lambda: self.teacher.offload())
-
-    async def back(self, parts: Parts) -> None:
-        """Load it back."""
-        await _living(lambda: self.teacher.onload())
-
-
-@dataclass(frozen=True)
-class EngineMover:
-    """Moves an engine's parts: all away together, back one by one. A replica that dies meanwhile is left out."""
-
-    rollout: RolloutRole
-    sleep_level: int
-
-    async def away(self, parts: Parts) -> None:
-        """Put the engines to sleep, `parts` being all that is awake."""
-        await _living(lambda: self.rollout.sleep(self.sleep_level))
-
-    async def back(self, parts: Parts) -> None:
-        """Wake these parts."""
-        await _living(lambda: self.rollout.wake_up(parts))
-
-
-async def _living(call: Callable[[], Awaitable[object]]) -> None:
-    try:
-        await call()
-    except RoleError:
-        # A replica found dead is not asked again, and those that have done it do it no second time.
-        await call()
-
-
-def mover(handle: Role, placement: PlacementConfig) -> Mover:
-    """What moves the parts of the role behind this handle."""
-    if isinstance(handle, TrainRole):
-        return TrainMover(handle)
-    if isinstance(handle, RolloutRole):
-        return EngineMover(handle, placement.sleep_level)
-    if isinstance(handle, TeacherRole):
-        return TeacherMover(handle)
-    raise TurnError(f"a {type(handle).__name__} has no parts that move")
 
 
 Moving = Callable[[tuple[str, ...]], AbstractContextManager[None]]

@@ -64,17 +64,20 @@ class Shelf:
 
     def take(self) -> int:
         """Give all storages their memory and content back, or zeros where that was not kept; returns bytes."""
-        held, self._held = self._held, []
-        for storage, size, blocks in held:
-            storage.resize_(size)
+        total = 0
+        while self._held:
+            storage, size, blocks = self._held[-1]
+            storage.resize_(size)  # may find no memory: what is left is taken the next time
             flat = _flat(storage)
             if blocks is None:
                 flat.zero_()
-                continue
-            for part, block in zip(flat.split(BLOCK_BYTES), blocks, strict=True):
-                part.copy_(block, non_blocking=True)
+            else:
+                for part, block in zip(flat.split(BLOCK_BYTES), blocks, strict=True):
+                    part.copy_(block, non_blocking=True)
+            self._held.pop()
+            total += size
         _finish_copies()
-        return sum(size for _, size, _ in held)
+        return total
 
     def _copy(self, storage: UntypedStorage) -> _Held:
         parts = _flat(storage).split(BLOCK_BYTES)
@@ -116,15 +119,18 @@ class Offload:
         """Free these parts, and the gradients with either; returns bytes. What is away already stays away."""
         leaving = {"model": model, "optimizer": optimizer, "gradients": model or optimizer}
         parts = [part for part, leaves in leaving.items() if leaves and part not in self._away]
-        self._away.update(parts)
         if not self._moves:
+            self._away.update(parts)
             if not self._told:
                 _log.info("offloading moves nothing on a CPU, where host memory is all there is")
                 self._told = True
             return 0
         found = self._storages()
         _finish_copies()  # what still computes on another stream
-        freed = sum(self._shelves[part].put(found[part], keep=part != "gradients") for part in parts)
+        freed = 0
+        for part in parts:
+            freed += self._shelves[part].put(found[part], keep=part != "gradients")
+            self._away.add(part)
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()

@@ -9,24 +9,20 @@ from dataclasses import replace
 
 import pytest
 
-from rolegraph.errors import RoleError, TurnError
+from rolegraph.errors import TurnError
 from rolegraph.interfaces import ORMRole, RolloutRole, TeacherRole, TrainRole
 from rolegraph.placement import PlacementConfig
-from rolegraph.role import RoleContext
 from rolegraph.turns import (
     PHASES,
     At,
-    EngineMover,
     Move,
     Parts,
     Phase,
     Rest,
     Tenant,
     Ticket,
-    TrainMover,
     Turns,
     TurnTaker,
-    mover,
     tenant,
     turns_of,
 )
@@ -356,39 +352,6 @@ async def test_a_role_that_has_started_makes_room_at_once() -> None:
         assert calls[2:] == ["train back model", "rollout back weights"]
 
 
-class Role:
-    def __init__(self) -> None:
-        self.calls: list[object] = []
-        self.dies = False
-
-    async def offload(self, model: bool, optimizer: bool) -> None:
-        self.calls.append(("offload", model, optimizer))
-
-    async def onload(self, model: bool, optimizer: bool) -> None:
-        self.calls.append(("onload", model, optimizer))
-
-    async def sleep(self, level: int) -> None:
-        self.calls.append(("sleep", level))
-        if self.dies:
-            self.dies = False
-            raise RoleError("the actor died", role="rollout", rank=1)
-
-    async def wake_up(self, parts: Parts) -> None:
-        self.calls.append(("wake_up", parts))
-
-
-async def test_movers_call_the_roles() -> None:
-    train, rollout = Role(), Role()
-    await TrainMover(train).away(("model",))  # type: ignore[arg-type]
-    await TrainMover(train).back(("model", "optimizer"))  # type: ignore[arg-type]
-    assert train.calls == [("offload", True, False), ("onload", True, True)]
-    rollout.dies = True
-    engine = EngineMover(rollout, sleep_level=2)  # type: ignore[arg-type]
-    await engine.away(("weights", "kv_cache"))
-    await engine.back(("weights",))
-    assert rollout.calls == [("sleep", 2), ("sleep", 2), ("wake_up", ("weights",))], "once more, without the dead one"
-
-
 def test_phases_of_ones_own() -> None:
     judge = Phase({"judge": ("weights",)})
     assert judge.roles == ("judge",)
@@ -403,21 +366,3 @@ def test_a_teacher_steps_aside_where_the_config_says_so() -> None:
     for moves, rest in ((True, Rest.HOST), (False, Rest.STAYS)):
         found = tenant(TeacherRole, PlacementConfig(offload_teacher_model=moves))
         assert found == Tenant({"model": rest})
-
-
-async def test_a_teacher_is_moved_by_its_own_endpoints() -> None:
-    calls: list[str] = []
-
-    class Handle(TeacherRole):
-        async def offload(self) -> list[None]:  # type: ignore[override]
-            calls.append("offload")
-            return [None]
-
-        async def onload(self) -> list[None]:  # type: ignore[override]
-            calls.append("onload")
-            return [None]
-
-    moved = mover(Handle(None, RoleContext()), PlacementConfig())
-    await moved.away(("model",))
-    await moved.back(("model",))
-    assert calls == ["offload", "onload"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,36 @@ def test_host_memory_is_taken_once() -> None:
         shelf.take()
         assert torch.equal(tensor, torch.full((100,), value))
     assert len(pointers) == 1
+
+
+def test_what_found_no_memory_comes_back_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    whole = [each.detach().clone() for each in layers.parameters()]
+    held = Offload(SimpleNamespace(device=torch.device("cpu"), model=layers), moves=True)  # type: ignore[arg-type]
+
+    def fails(times: int) -> Callable[[Any], Any]:
+        flat, left = offloading._flat, iter(range(times, 0, -1))
+
+        def once(storage: Any) -> Any:
+            if next(left, 0) == 1:
+                raise torch.OutOfMemoryError
+            return flat(storage)
+
+        return once
+
+    with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError):
+        patched.setattr(offloading, "_flat", fails(2))
+        held.give(model=True, optimizer=False)
+    held.need("model")  # is still there
+    assert held.give(model=True, optimizer=False) == 2 * 64 * 64 * 4
+    with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError):
+        patched.setattr(offloading, "_flat", fails(2))
+        held.take(model=True, optimizer=False)
+    with pytest.raises(TurnError, match="model is offloaded"):
+        held.need("model")
+    held.take(model=True, optimizer=False)
+    held.need("model")
+    assert all(torch.equal(a, b) for a, b in zip(whole, layers.parameters(), strict=True))
 
 
 # ----- the role -----
