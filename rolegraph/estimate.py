@@ -18,7 +18,8 @@ from rolegraph.config.schema import RunConfig
 from rolegraph.models.architecture import Architecture, UnknownArchitectureError, architecture, read_config
 from rolegraph.placement import Inventory, Plan, Slot
 from rolegraph.placement.memory import FULL_PRECISION, HEAD_BUDGET, USABLE, Copy, Engine, Holder, Trainer
-from rolegraph.turns import PHASES
+from rolegraph.placement.shares import is_teacher
+from rolegraph.turns import PHASES, Phase
 
 ORDER = ("generate", "logprobs", "ref_logprobs", "teacher", "train", "sync")
 """The phases of a step that take memory, in their order."""
@@ -104,7 +105,9 @@ def _holder(run: RunConfig, role: str, sizes: Architecture, slots: Sequence[Slot
         memory = _least([node.gpu_memory if on_gpu else node.memory for node in _nodes(inventory, slots)])
         return _engine(config, sizes, slots[0], width, longest, memory)
     tokens = max(getattr(config, "max_tokens_per_micro_batch", 0) or 0, longest)
-    return Copy(sizes, width, tokens, getattr(config, "pipeline_model_parallel_size", 1))
+    mesh, pipeline = slots[0].mesh, getattr(config, "pipeline_model_parallel_size", 1)
+    in_sequence = bool(getattr(config, "uses_sequence_parallel", False))
+    return Copy(sizes, width, tokens, pipeline, mesh.tp, mesh.cp, mesh.ep, sequence_parallel=in_sequence)
 
 
 TRAINER_KEYS = (
@@ -228,30 +231,40 @@ def _phases(
     run: RunConfig, ranks: Mapping[str, int], holders: Mapping[str, Holder], *, shared: bool
 ) -> tuple[PhaseNeed, ...]:
     """What is on a device with so many ranks of each role, in every phase of a step that one of them works in."""
-    found = []
-    for name in _names(run, ranks):
-        phase = PHASES.get(name)
+    found, table = [], _table(run)
+    for name in _names(run, ranks, table):
+        phase = table.get(name)
         uses = []
         for role, count in ranks.items():
             works = phase is None or role in phase.roles
-            woken = phase.wakes(role) if phase else ("all",)
             for part, size in _parts(holders[role], name if works else "").items():
                 kind = _kind(holders[role], part)
-                here = kind in woken or woken == ("all",) if works else False
-                if (works and kind == "working") or here or not (shared and _aside(run, role, kind)):
+                here = works and (phase is None or kind == "working" or kind in _woken(phase, role))
+                if here or not (shared and _aside(run, role, kind, works=works)):
                     uses.append(Use(role, part, size * count))
         found.append(PhaseNeed(name, tuple(uses)))
     return tuple(found)
 
 
-def _names(run: RunConfig, roles: Mapping[str, int]) -> list[str]:
+def _table(run: RunConfig) -> Mapping[str, Phase]:
+    """The phases of a step; all teachers of the run, whatever their names, work in one."""
+    return {**PHASES, "teacher": Phase({role: ("model",) for role in run.started if is_teacher(role)})}
+
+
+def _woken(phase: Phase, role: str) -> tuple[str, ...]:
+    """The kinds of parts that a phase has on the device; gradients come with the step that needs them."""
+    woken = phase.wakes(role)
+    return (*woken, "gradients") if "optimizer" in woken else woken
+
+
+def _names(run: RunConfig, roles: Mapping[str, int], table: Mapping[str, Phase]) -> list[str]:
     options = run.algorithm.config
     skipped = {
         "logprobs": not getattr(options, "needs_logprobs", False),
         "ref_logprobs": not getattr(options, "needs_reference", False),
     }
-    possible = [name for name in ORDER if set(PHASES[name].roles) <= set(run.roles) and not skipped.get(name)]
-    return [name for name in possible if set(PHASES[name].roles) & set(roles)] or ["running"]
+    possible = [name for name in ORDER if set(table[name].roles) <= set(run.roles) and not skipped.get(name)]
+    return [name for name in possible if set(table[name].roles) & set(roles)] or ["running"]
 
 
 def _parts(holder: Holder, phase: str) -> dict[str, int]:
@@ -274,15 +287,17 @@ def _kind(holder: Holder, part: str) -> str:
         return "working"
     if isinstance(holder, Engine):
         return "weights" if part == "weights" else "kv_cache"
-    return "optimizer" if part == "optimizer" else "model"
+    return part if part in ("optimizer", "gradients") else "model"
 
 
-def _aside(run: RunConfig, role: str, kind: str) -> bool:
-    """Whether a part leaves a shared device while it is not needed."""
+def _aside(run: RunConfig, role: str, kind: str, *, works: bool) -> bool:
+    """Whether a part leaves a shared device while it is not needed; `works`: its role does, without it."""
     placement = run.placement
     if role == "train":
+        if kind == "gradients":  # dropped with whatever leaves
+            return bool(placement.offload_optimizer or (placement.offload_model and not works))
         return bool(placement.offload_optimizer if kind == "optimizer" else placement.offload_model)
-    if role == "teacher":
+    if is_teacher(role):
         return bool(getattr(placement, "offload_teacher_model", False))
     return role in ("rollout", "sampler") and bool(placement.sleep_level)
 
@@ -344,15 +359,15 @@ def _knob(run: RunConfig, use: Use, phase: PhaseNeed, holder: Holder, over: int,
     """The key that lowers one use, with its present value or a better one."""
     role, config = use.role, run.roles[use.role].config
     takes = f"{role} {use.part.replace('_', ' ')}, {size(use.bytes)}"
-    table = PHASES.get(phase.name)
+    table = _table(run).get(phase.name)
     kind = _kind(holder, use.part)
-    if shared and table is not None and kind not in table.wakes(role) and kind != "working":
-        keys = {
-            "train": "offload_optimizer" if kind == "optimizer" else "offload_model",
-            "teacher": "offload_teacher_model",
-        }
-        value = {"train": "true", "teacher": "true"}.get(role, "1")
-        return f"{takes}: set placement.{keys.get(role, 'sleep_level')}={value}"
+    if shared and table is not None and kind not in _woken(table, role) and kind != "working":
+        key = "sleep_level=1"
+        if role == "train":
+            key = "offload_optimizer=true" if kind in ("optimizer", "gradients") else "offload_model=true"
+        if is_teacher(role):
+            key = "offload_teacher_model=true"
+        return f"{takes}: set placement.{key}"
     if isinstance(holder, Trainer):
         return _trainer_knob(config, use, holder, over, takes)
     if isinstance(holder, Engine):

@@ -12,6 +12,7 @@ from rolegraph.errors import ConfigError
 from rolegraph.graph import RoleGraph
 from rolegraph.models import ModelConfig, ensure
 from rolegraph.placement import Plan
+from rolegraph.placement.shares import is_teacher
 from rolegraph.weights import WeightSync
 
 
@@ -40,7 +41,7 @@ def check_tokenizers(config: RunConfig, policy: str) -> None:
 
     for role, spec in config.started.items():
         path = getattr(spec.config, "model", None)
-        if role.startswith("teacher") and path not in (None, policy) and (found := first_difference(policy, path)):
+        if is_teacher(role) and path not in (None, policy) and (found := first_difference(policy, path)):
             raise ConfigError(
                 f"{role}.model={path} has another tokenizer than the policy, and token ids are what both compare: "
                 f"{found}"
@@ -58,7 +59,7 @@ def handles_of(config: RunConfig, graph: RoleGraph) -> dict[str, Any]:
 
 def teachers_of(config: RunConfig, handles: Mapping[str, Any]) -> Teachers:
     """All teachers of the run; none where nothing is distilled."""
-    roles = [role for role in handles if role == "teacher" or role.startswith("teacher_")]
+    roles = [role for role in handles if is_teacher(role)]
     as_asked = all(getattr(config.roles[role].config, "temperatures", False) for role in roles)
     return Teachers({role: handles[role] for role in roles}, None if as_asked else 1.0)
 

@@ -74,7 +74,7 @@ def roles_take_part(run: RunConfig) -> Iterator[str]:
         if role not in run.roles and not optional:
             yield f"{run.algorithm.name} needs the role `{role}`: choose one with {role}=NAME"
     for role in run.roles:
-        if role not in roles and not role.startswith(prefixes):
+        if role not in roles and not role.startswith(tuple(prefixes)):
             yield f"{role}: {run.algorithm.name} uses no role `{role}` (it uses {', '.join(roles)}): set {role}=null"
 
 

@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from rolegraph.config.schema import RunConfig
 
 
-def algorithm_roles(target: str) -> tuple[dict[str, tuple[type, bool]], tuple[str, ...]]:
+def algorithm_roles(target: str) -> tuple[dict[str, tuple[type, bool]], dict[str, type]]:
     """Roles an algorithm class declares by its annotations: their interface, and whether it can do without.
 
-    And how the names of further roles begin that it takes.
+    And how the names of further roles begin that it takes, with their interface.
     """
     from rolegraph.algorithms.base import declared_roles
 
     module, _, name = target.rpartition(".")
     algorithm = getattr(importlib.import_module(module), name)
-    return dict(declared_roles(algorithm)), tuple(getattr(algorithm, "more_roles", ()))
+    return dict(declared_roles(algorithm)), dict(getattr(algorithm, "more_roles", {}))
 
 
 def tenants_beside(run: RunConfig, role: str) -> set[str]:
@@ -32,10 +32,12 @@ def turns_make_room(run: RunConfig) -> Iterator[str]:
     from rolegraph.interfaces import RolloutRole, TeacherRole, TrainRole
 
     try:
-        declared, _ = algorithm_roles(run.algorithm.target)
+        declared, more = algorithm_roles(run.algorithm.target)
     except Exception:  # another rule says so
         return
     kinds = {role: kind for role, (kind, _) in declared.items() if role in run.started}
+    for prefix, interface in more.items():
+        kinds |= {role: interface for role in run.started if role.startswith(prefix) and role not in kinds}
     trainers = [role for role, kind in kinds.items() if issubclass(kind, TrainRole) and tenants_beside(run, role)]
     teachers = [role for role, kind in kinds.items() if issubclass(kind, TeacherRole) and tenants_beside(run, role)]
     engines = [role for role, kind in kinds.items() if issubclass(kind, RolloutRole) and tenants_beside(run, role)]

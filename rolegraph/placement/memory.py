@@ -30,6 +30,9 @@ and room for a step's widest layer and for the logits of all samples, w B (4 h +
 tokens a step and N samples. The cache takes what the engine's share of the device leaves; where that is not known, the
 estimate is N sequences of full length.
 
+A teacher's rank holds w P, as a trainer's (one that transformers runs: all parameters / p), and the activations of a
+forward pass.
+
 Left out: CUDA's contexts (about half a GiB a process), buffers of collectives, the gaps of allocators. `USABLE` of a
 device is kept for the roles, the rest for those.
 """
@@ -192,20 +195,38 @@ class Engine:
 
 @dataclass(frozen=True)
 class Copy:
-    """A whole model that only computes forward, its layers spread over `pipeline` devices."""
+    """A model that only computes forward, as a teacher does, on one of the ranks or devices that share it."""
 
     model: Architecture
     width: int
     tokens: int
     """In one forward pass."""
     pipeline: int = 1
+    """Devices that the layers are spread over."""
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+    sequence_parallel: bool = False
 
     def parts(self) -> dict[str, int]:
         """Weights, and what one layer and the states around it take."""
-        one = Trainer(self.model, self.width, self.tokens)
+        ranks = Trainer(
+            self.model,
+            self.width,
+            self.tokens,
+            tensor=self.tensor,
+            pipeline=self.pipeline,
+            context=self.context,
+            expert=self.expert,
+            vocabulary_multiple=self.tensor,
+            sequence_parallel=self.sequence_parallel,
+        )
+        count = self.model.parameters // self.pipeline
+        if self.tensor * self.context * self.expert > 1:
+            count = max(sum(ranks.parameters(stage)) for stage in range(self.pipeline))
         return {
-            "weights": self.width * self.model.parameters // self.pipeline,
-            "activations": one.activations(0, backward=False),
+            "weights": self.width * count,
+            "activations": ranks.activations(self.pipeline - 1, backward=False),
         }
 
 

@@ -1,9 +1,10 @@
 """How roles that share a GPU divide its memory.
 
 A role *steps aside* when it gives its memory up while another role of its group has its turn; the others stay. At any
-moment a device holds every role that stays and, where some step aside, one of those. So each role of a group of which
-`s` stay and `a` step aside may have 1 / (s + min(a, 1)) of the device: everything where all step aside, and where a
-role is alone; a half where one of two stays, whichever of the two it is.
+moment a device holds every role that stays and, where some step aside, one of those; teachers have their turn together,
+so of them all that step aside. So each role of a group of which `s` stay and `a` step aside, `t` of these teachers, may
+have 1 / (s + max(t, min(a, 1))) of the device: everything where all step aside, and where a role is alone; a half where
+one of two stays, whichever of the two it is.
 """
 
 from __future__ import annotations
@@ -11,6 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rolegraph.placement.types import PlacementConfig
+
+
+def is_teacher(role: str) -> bool:
+    """Whether a role of this name teaches: a run may have several, `teacher_math` beside `teacher`."""
+    return role == "teacher" or role.startswith("teacher_")
 
 
 def steps_aside(role: str, placement: PlacementConfig) -> bool:
@@ -25,12 +31,13 @@ def steps_aside(role: str, placement: PlacementConfig) -> bool:
 
     if role == "train":
         return on("offload_model") and on("offload_optimizer")
-    if role == "teacher":
+    if is_teacher(role):
         return on("offload_teacher_model")
     return role in ("rollout", "sampler") and on("sleep_level")
 
 
 def share_of(roles: Sequence[str], placement: PlacementConfig) -> float:
     """The part of a device's memory that each of the roles on it may have."""
-    stay = sum(not steps_aside(role, placement) for role in roles)
-    return 1 / max(stay + (stay < len(roles)), 1)
+    aside = [role for role in roles if steps_aside(role, placement)]
+    at_once = max(sum(map(is_teacher, aside)), min(len(aside), 1))
+    return 1 / max(len(roles) - len(aside) + at_once, 1)

@@ -90,13 +90,41 @@ def test_what_steps_aside_is_not_there(model: list[str]) -> None:
     assert {use.role for use in phase(need, "generate").uses} == {"rollout"}
     assert {use.role for use in phase(need, "train").uses} == {"train"}
     assert {(use.role, use.part) for use in phase(need, "sync").uses} == {
-        ("train", "weights"), ("train", "gradients"), ("rollout", "weights"),
+        ("train", "weights"), ("rollout", "weights"),
     }  # fmt: skip
+    assert part(need, "train", "train", "gradients") == 4 * PARAMETERS + 4 * 2 * 4096 * (-151_936 % 128)
     assert placed.roles["rollout"][0].share == 1.0
     assert phase(need, "generate").total == round(0.9 * 80 * GIB)
     (need,) = estimated(overrides, "1x8xH100-80G", **awake | {"offload_optimizer": True})[2].needs
     assert part(need, "generate", "train", "optimizer") is None
     assert part(need, "generate", "train", "weights") is not None
+    # Gradients are dropped with whatever leaves, and a step makes room for them again.
+    assert part(need, "generate", "train", "gradients") is part(need, "sync", "train", "gradients") is None
+    (need,) = estimated(overrides, "1x8xH100-80G", **awake | {"offload_model": True})[2].needs
+    assert part(need, "generate", "train", "gradients") is None
+    assert part(need, "sync", "train", "gradients") is not None
+
+
+def test_teachers_of_any_name_work_together_and_step_aside(model: list[str]) -> None:
+    teachers = ["+teacher@teacher_math=huggingface", "teacher=huggingface", "algorithm=gkd"]
+    overrides = [*model, *teachers, "placement=colocate", "train.gpus=8", "algorithm.gkd_logits_topk=4"]
+    _, placed, found = estimated(overrides, "1x8xH200-141G", offload_teacher_model=True)
+    (need,) = found.needs
+    for name, there in (("teacher", True), ("train", False)):
+        for role in ("teacher", "teacher_math"):
+            assert (part(need, name, role, "weights") is not None) is there, (name, role)
+    assert part(need, "teacher", "teacher_math", "activations") is not None
+    assert placed.roles["teacher_math"][0].share == 1 / 2
+    (need,) = estimated(overrides, "1x8xH200-141G", offload_teacher_model=False)[2].needs
+    assert part(need, "train", "teacher_math", "weights") is not None
+
+
+def test_a_teacher_on_several_ranks_is_cut(model: list[str]) -> None:
+    layout = ["teacher=megatron", "algorithm=gkd", "placement=separate", "train.gpus=4", "rollout.gpus=4"]
+    sizes = ["teacher.gpus=8", "teacher.tensor_model_parallel_size=4", "teacher.pipeline_model_parallel_size=2"]
+    *_, teacher = estimated([*model, *layout, *sizes], "2x8xH100-80G")[2].needs
+    found = part(teacher, "teacher", "teacher", "weights")
+    assert found == pytest.approx(2 * PARAMETERS / 8, rel=0.01)
 
 
 def test_a_separate_role_never_steps_aside(model: list[str]) -> None:
@@ -111,8 +139,13 @@ def test_a_separate_role_never_steps_aside(model: list[str]) -> None:
     [
         (
             ["placement=colocate", "train.gpus=8", "placement.offload_model=false"],
-            "1x8xH100-80G",
+            "1x8xL40-32G",
             ["placement.offload_model=true"],
+        ),
+        (
+            ["placement=colocate", "train.gpus=8", "placement.offload_optimizer=false"],
+            "1x8xH100-80G",
+            ["train gradients, 30.5 GiB: set placement.offload_optimizer=true", "sync does not fit"],
         ),
         (
             ["placement=separate", "train.gpus=4", "rollout.gpus=4", "train.use_distributed_optimizer=false"],

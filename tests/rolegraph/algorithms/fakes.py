@@ -16,7 +16,7 @@ from rolegraph.batch import Batch
 from rolegraph.data.dataset import Batches
 from rolegraph.interfaces import LossSpec, PolicyWeights, SamplingParams
 from rolegraph.placement import PlacementConfig
-from rolegraph.turns import EngineMover, TrainMover, TurnTaker, turns_of
+from rolegraph.turns import Parts, TurnTaker, turns_of
 
 
 def away(columns: Mapping[str, Any]) -> Batch:
@@ -237,6 +237,33 @@ class ORM:
         )
 
 
+@dataclass
+class TrainMoves:
+    """What `rolegraph.movers` does with a handle."""
+
+    train: Train
+
+    async def away(self, parts: Parts) -> None:
+        await self.train.offload("model" in parts, "optimizer" in parts)
+
+    async def back(self, parts: Parts) -> None:
+        await self.train.onload("model" in parts, "optimizer" in parts)
+
+
+@dataclass
+class EngineMoves:
+    """What `rolegraph.movers` does with a handle."""
+
+    rollout: Rollout
+    level: int
+
+    async def away(self, parts: Parts) -> None:
+        await self.rollout.sleep(self.level)
+
+    async def back(self, parts: Parts) -> None:
+        await self.rollout.wake_up(parts)
+
+
 class World:
     """An algorithm with everything it talks to; `placement` says who takes turns."""
 
@@ -281,8 +308,7 @@ class World:
         self.algorithm = algorithm(config, job)
         for name in algorithm.roles():
             setattr(self.algorithm, name, getattr(self, name))
-        train, rollout = TrainMover(self.train), EngineMover(self.rollout, placement.sleep_level)  # type: ignore[arg-type]
-        self.movers = {"train": train, "rollout": rollout}
+        self.movers = {"train": TrainMoves(self.train), "rollout": EngineMoves(self.rollout, placement.sleep_level)}
 
     async def run(self) -> World:
         for role, mover in self.movers.items():

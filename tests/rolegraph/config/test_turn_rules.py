@@ -61,6 +61,17 @@ def test_whoever_shares_may_be_nobody_where_all_roles_share_what_there_is() -> N
     assert run.placement.colocated == ()
 
 
+def test_a_teacher_of_any_name_may_step_aside() -> None:
+    layout = ["placement.colocate_groups=[[train,teacher_math]]", "placement.offload_teacher_model=true"]
+    overrides = [
+        "algorithm=gkd",
+        "teacher=huggingface",
+        "+teacher@teacher_math=huggingface",
+        "algorithm.gkd_logits_topk=4",
+    ]
+    assert load([*overrides, "placement=separate", *layout]).run.placement.offload_teacher_model
+
+
 def test_a_deep_sleep_needs_a_sync_that_brings_the_weights_back(user: Folder) -> None:
     user.write("algorithm/judged.yaml", JUDGED)
     user.write(

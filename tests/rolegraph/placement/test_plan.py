@@ -223,6 +223,17 @@ def test_three_roles_of_which_one_stays() -> None:
     assert plan(BOX, requests, placement).roles["train"][0].share == pytest.approx(1 / 2)
 
 
+def test_teachers_of_any_name_step_aside_and_have_their_turn_together() -> None:
+    both = ("teacher", "teacher_math")
+    placement = PlacementConfig(colocate_groups=(("rollout", *both),), sleep_level=1)
+    requests = [rollout(gpus=4), *(RoleRequest(role, is_spmd=False) for role in both)]
+    assert plan(BOX, requests, placement).roles["rollout"][0].share == pytest.approx(1 / 3)
+    placement = replace(placement, offload_teacher_model=True)
+    assert plan(BOX, requests, placement).roles["rollout"][0].share == pytest.approx(1 / 2)
+    one = replace(placement, colocate_groups=(("rollout", "teacher_math"),))
+    assert plan(BOX, [requests[0], requests[2]], one).roles["rollout"][0].share == 1.0
+
+
 def test_groups_that_contradict_themselves() -> None:
     with pytest.raises(PlanError, match="names role `train`, which is in group 0 already"):
         plan(BOX, [train(), rollout()], PlacementConfig(colocate_groups=(("train", "rollout"), ("train", "rollout"))))
