@@ -201,6 +201,8 @@ class Checker:
         if (reader := _reader_in(hint)) is not None:
             return None if value is None and _admits_null(hint) else reader.from_config(value, path, self)
         config = _dataclass_in(hint)
+        if config is not None and isinstance(value, str) and str in _members(hint):
+            return value  # a path, where a node would do as well
         if config is not None and (isinstance(value, Mapping) or not _admits_null(hint) or value is not None):
             return self._nested(value, config, path)
         inner = _inner(hint)
