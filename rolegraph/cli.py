@@ -200,7 +200,7 @@ def _through_hydra(args: Namespace, checked: RunConfig | None = None) -> int:
     add_to_path(args.config_dir)
     typed = list(args.overrides)
     if not args.shell_completion:  # its words are subcommands of Hydra's
-        args.overrides = rewrite(typed, args.config_dir)
+        args.overrides = rewrite(typed, args.config_dir, args.config_name or CONFIG_NAME)
     as_typed = dict(zip(args.overrides, typed, strict=True))
     failures: list[RoleGraphError] = []
 

@@ -66,10 +66,11 @@ def search_path(config_dir: str | None) -> ConfigSearchPath:
     return path
 
 
-def rewrite(overrides: Sequence[str], config_dir: str | None = None) -> list[str]:
+def rewrite(overrides: Sequence[str], config_dir: str | None = None, config_name: str = CONFIG_NAME) -> list[str]:
     """Let `key=value` reach keys whose defaults live in dataclasses, and quote values that Hydra's grammar rejects.
 
-    Hydra knows only keys that some YAML states; `++` adds or overrides. Group choices and deletions stay as they are.
+    Hydra knows only keys that some YAML states; `++` adds or overrides. Deletions and group choices stay as they are,
+    but that a choice at another place, as in `model@teacher.model=NAME`, needs no `+`.
     """
     loader = _loader(config_dir)
     repository = loader.repository
@@ -78,7 +79,38 @@ def rewrite(overrides: Sequence[str], config_dir: str | None = None) -> list[str
             repository = loader._parse_overrides_and_create_caching_repo(CONFIG_NAME, searchpath)[1]
         except HydraException as error:
             raise ConfigError(_one_line(error)) from error
-    return [_rewrite_one(override, repository) for override in overrides]
+    return _placed([_rewrite_one(override, repository) for override in overrides], loader, repository, config_name)
+
+
+_PLACED = re.compile(r"\+{0,2}(?P<group>[^=@~+]+)@(?P<package>[^=@~+:]+)=(?P<choice>.*)", flags=re.DOTALL)
+"""A group's choice at another place of the config, as in `model@teacher.model=smollm2_135m`."""
+
+
+def _placed(overrides: list[str], loader: _Loader, repository: Any, config_name: str) -> list[str]:
+    """Let `GROUP@PACKAGE=CHOICE` be typed with and without `+`, whether some file makes such a choice already or not.
+
+    Hydra adds one by `+` and changes one without, and refuses either where it should have been the other.
+    """
+    matches = [_PLACED.fullmatch(override) for override in overrides]
+    matches = [match if match and repository.group_exists(match["group"]) else None for match in matches]
+    if not any(matches):
+        return overrides
+    others = [override for override, match in zip(overrides, matches, strict=True) if match is None]
+    try:
+        defaults = loader.compute_defaults_list(config_name, others, RunMode.RUN).defaults
+    except HydraException:  # what is wrong with the others is reported when all are composed
+        defaults = []
+    made = {default.override_key for default in defaults}
+    return [
+        override if match is None else _place(match, made) for override, match in zip(overrides, matches, strict=True)
+    ]
+
+
+def _place(match: re.Match[str], made: set[str | None]) -> str:
+    group, package, choice = match.group("group", "package", "choice")
+    if choice == "null":
+        return f"~{group}@{package}"
+    return f"{'' if f'{group}@{package}' in made else '+'}{group}@{package}={choice}"
 
 
 def _rewrite_one(override: str, repository: Any) -> str:

@@ -61,7 +61,7 @@ def composed(
 ) -> Composed:
     """Compose the tree; the user's folder joins `sys.path`, so that its classes can be named."""
     add_to_path(config_dir)
-    rewritten = rewrite(overrides, config_dir)
+    rewritten = rewrite(overrides, config_dir, config_name)
     return compose(rewritten, config_dir=config_dir, config_name=config_name, typed=overrides)
 
 
