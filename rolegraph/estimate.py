@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rolegraph.config.model_rules import context_length, model_of
+from rolegraph.config.model_rules import context_length, model_of, room
 from rolegraph.config.rules import settle
 from rolegraph.config.schema import RunConfig
 from rolegraph.models.architecture import Architecture, UnknownArchitectureError, architecture, read_config
@@ -100,7 +100,8 @@ def _holder(run: RunConfig, role: str, sizes: Architecture, slots: Sequence[Slot
     width = FULL_PRECISION if config.dtype == "float32" or (config.dtype == "auto" and not on_gpu) else 2
     if _has(config, TRAINER_KEYS):
         return _trainer(run, config, sizes, slots[0], width)
-    longest = context_length(run) or run.data.max_length
+    need = room(run, role)
+    longest = run.data.max_length if need is None else need.tokens
     if _has(config, ENGINE_KEYS):
         memory = _least([node.gpu_memory if on_gpu else node.memory for node in _nodes(inventory, slots)])
         return _engine(config, sizes, slots[0], width, longest, memory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rolegraph.config.schema import RunConfig
@@ -24,9 +25,47 @@ def context_length(run: RunConfig) -> int | None:
     return None if longest is None else run.data.max_length + int(longest)
 
 
+@dataclass(frozen=True)
+class Room:
+    """The longest sequence a role computes with, as the keys that it follows from."""
+
+    parts: tuple[tuple[str, int], ...]
+    drawn: int = 0
+    """Tokens that an engine has to draw after what it scores."""
+
+    @property
+    def tokens(self) -> int:
+        """All of it."""
+        return sum(value for _, value in self.parts) + self.drawn
+
+    def __str__(self) -> str:
+        words = [f"{key}={value}" for key, value in self.parts]
+        return " + ".join(words + ([f"{self.drawn} (the engine draws a token to score)"] if self.drawn else []))
+
+
+def room(run: RunConfig, role: str) -> Room | None:
+    """What a role must have room for; null for one that reads no more than rows of the dataset.
+
+    A teacher reads samples and dataset responses, with the prompt that a row brings for it where it has one.
+    """
+    data, longest = run.data, getattr(run.algorithm.config, "max_completion_length", None)
+    completion = None if longest is None else ("algorithm.max_completion_length", int(longest))
+    prompt = ("data.max_length", data.max_length)
+    if role != "teacher" and not role.startswith("teacher_"):
+        return None if completion is None else Room((prompt, completion))
+    drawn = getattr(run.roles[role].config, "drawn_tokens", 0)
+    sequences: list[tuple[tuple[str, int], ...]] = [(prompt,)]
+    own = ("data.max_teacher_prompt_length", data.teacher_prompt_limit)
+    if data.max_teacher_prompt_length is not None:
+        sequences.append((own, prompt))  # a response that shares `max_length` with another prompt
+    if completion is not None and "rollout" in run.roles:
+        sequences = [] if getattr(run.algorithm.config, "data_needs", None) == "prompt" else sequences
+        sequences.append((own if own[1] > prompt[1] else prompt, completion))
+    return max((Room(sequence, drawn) for sequence in sequences), key=lambda each: each.tokens)
+
+
 def positions_suffice(run: RunConfig) -> Iterator[str]:
     """The model tells apart as many positions as the longest row has tokens."""
-    need = context_length(run)
     told: set[str] = set()
     for role, sizes in _sizes(run):
         most = positions(sizes)
@@ -37,17 +76,17 @@ def positions_suffice(run: RunConfig) -> Iterator[str]:
         given = getattr(run.roles[role].config, "max_model_len", None)
         if given is not None and given > most:
             yield f"{role}.max_model_len={given} is more than the {most} positions of {name}: set it to null"
-        if name in told:
+        need = room(run, role) or Room((("data.max_length", run.data.max_length),))
+        if need.tokens <= most or name in told:
             continue
         told.add(name)
-        where = f"tokens are more than the {most} positions of {name} (max_position_embeddings)"
-        if need is None and run.data.max_length > most:
-            yield f"data.max_length={run.data.max_length} {where}: lower it to {most}, or choose another model"
-        if need is not None and need > most:
-            yield (
-                f"data.max_length={run.data.max_length} + algorithm.max_completion_length="
-                f"{need - run.data.max_length} = {need} {where}: lower one of them, or choose another model"
-            )
+        several = len(need.parts) > 1
+        total = f" = {need.tokens}" if several or need.drawn else ""
+        advice = "lower one of them" if several else f"lower it to {most - need.drawn}"
+        yield (
+            f"{need}{total} tokens are more than the {most} positions of {name} (max_position_embeddings): {advice}, "
+            "or choose another model"
+        )
 
 
 def sizes_divide(run: RunConfig) -> Iterator[str]:
@@ -59,7 +98,7 @@ def sizes_divide(run: RunConfig) -> Iterator[str]:
             ("pipeline_model_parallel_size", "num_hidden_layers", "layers"),
             ("expert_model_parallel_size", "num_experts", "experts"),
         ):
-            size, count = getattr(config, key, 1), _number(sizes, name)
+            size, count = max(getattr(config, key, 1), 1), _number(sizes, name)
             if size > 1 and name == "num_experts" and not (count := count or _number(sizes, "num_local_experts")):
                 yield f"{role}.{key}={size}, and the model has no experts: set it to 1"
             elif count and count % size:
@@ -72,7 +111,7 @@ def _heads(role: str, config: Any, sizes: Mapping[str, Any]) -> Iterator[str]:
     if not heads:
         return
     for key, is_engine in (("tensor_model_parallel_size", False), ("tensor_parallel_size", True)):
-        size = getattr(config, key, 1)
+        size = max(getattr(config, key, 1), 1)  # less than that is reported elsewhere
         # An engine copies a key head to several ranks; the trainer does not.
         fits = [each for each in _divisors(heads) if kv_heads % each == 0 or (is_engine and each % kv_heads == 0)]
         if heads % size:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rolegraph.config.check import Problem
-from rolegraph.config.model_rules import context_length, positions_suffice, sizes_divide
+from rolegraph.config.model_rules import positions_suffice, room, sizes_divide
 from rolegraph.config.provenance import join
 from rolegraph.config.schema import RunConfig
 from rolegraph.config.targets import fields_in_source
@@ -106,14 +106,10 @@ def roles_ask_for_something(run: RunConfig) -> Iterator[str]:
 
 def context_fits(run: RunConfig) -> Iterator[str]:
     """Engines have room for the longest prompt and the longest response."""
-    need = context_length(run)
     for role, spec in run.roles.items():
-        given = getattr(spec.config, "max_model_len", None)
-        if need is not None and given is not None and given < need:
-            yield (
-                f"{role}.max_model_len={given} is less than data.max_length={run.data.max_length} + "
-                f"algorithm.max_completion_length={need - run.data.max_length}: set it to {need}, or to null"
-            )
+        need, given = room(run, role), getattr(spec.config, "max_model_len", None)
+        if need is not None and given is not None and given < need.tokens:
+            yield f"{role}.max_model_len={given} is less than {need}: set it to {need.tokens}, or to null"
 
 
 def context_parallelism_works(run: RunConfig) -> Iterator[str]:
@@ -288,15 +284,15 @@ def derive(run: RunConfig) -> RunConfig:
     """Fill in what is null and follows from the rest: seeds, lengths, rewards, reference weights."""
     follows = {
         "seed": run.seed,
-        "max_model_len": context_length(run),
         "reward": run.reward,
         "reference": "initial" if run.keeps_reference else None,
         "decay_steps": run.max_steps,
     }
     for role, spec in run.roles.items():
+        need = room(run, role)
         changes = {
             name: value
-            for name, value in follows.items()
+            for name, value in {**follows, "max_model_len": need and need.tokens}.items()
             if value is not None and getattr(spec.config, name, value) is None
         }
         if changes:
