@@ -68,7 +68,7 @@ class Teachers:
 
     Args:
         teachers: handles by role name, or the policy as its own teacher.
-        temperature: that of the logprobs they give whatever they are asked for; null: the one they are asked for.
+        temperature: the one at which all are asked, for some know no other; null: that of the `Ask`.
     """
 
     def __init__(self, teachers: Mapping[str, TeacherRole | SelfTeacher], temperature: float | None = None) -> None:
@@ -132,7 +132,8 @@ class Teachers:
         return {role: np.flatnonzero(every == role) for role in dict.fromkeys(wanted)}
 
     async def _call(self, role: str, rows: Batch, ask: Ask) -> Batch:
-        return await self.by_role[role].score(rows, topk=ask.topk, hidden=ask.hidden, temperature=ask.temperature)
+        temperature = self.temperature or ask.temperature
+        return await self.by_role[role].score(rows, topk=ask.topk, hidden=ask.hidden, temperature=temperature)
 
     async def taught(self, algorithm: Algorithm, rows: Batch, ask: Ask) -> Batch:
         """`score` in its turn; rows that have a teacher's columns already stay as they are."""

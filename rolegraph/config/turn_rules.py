@@ -75,4 +75,6 @@ def _sleeps(run: RunConfig, role: str, *, is_synced: bool) -> Iterator[str]:
 
 def needs_sleep_mode(run: RunConfig, role: str) -> bool:
     """Whether an engine has to be started so that it can be put to sleep."""
-    return run.placement.sleep_level > 0 and bool(tenants_beside(run, role))
+    teaches = role == "teacher" or role.startswith("teacher_")
+    gives_way = run.placement.offload_teacher_model if teaches else run.placement.sleep_level > 0
+    return gives_way and bool(tenants_beside(run, role))

@@ -10,12 +10,14 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rolegraph.errors import ConfigError
+import numpy as np
+
+from rolegraph.errors import BatchError, ConfigError
 from rolegraph.role import RoleContext
-from roles.rollout.config import VLLMRolloutConfig
+from roles.rollout.config import VLLMEngineConfig
 
 if TYPE_CHECKING:
-    from vllm import EngineArgs
+    from vllm import EngineArgs, LLMEngine
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +27,7 @@ _CPU_BATCH_TOKENS = 4096
 """Prompt tokens of one step on a CPU, where a prompt is never split over steps."""
 
 
-def prepare_environment(config: VLLMRolloutConfig, context: RoleContext) -> None:
+def prepare_environment(config: VLLMEngineConfig, context: RoleContext) -> None:
     """Set what vLLM, torch and OpenMP read when they are imported; runs before any of them is."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -42,44 +44,44 @@ def prepare_environment(config: VLLMRolloutConfig, context: RoleContext) -> None
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 
-def worker_threads(config: VLLMRolloutConfig, context: RoleContext) -> int:
+def worker_threads(config: VLLMEngineConfig, context: RoleContext) -> int:
     """Threads of each engine process."""
     return max(1, context.threads // config.tensor_parallel_size)
 
 
-def engine_args(config: VLLMRolloutConfig, context: RoleContext, tokenizer_size: int | None) -> EngineArgs:
+def engine_args(config: VLLMEngineConfig, context: RoleContext, tokenizer_size: int | None) -> EngineArgs:
     """The engine arguments of one replica; raises ConfigError for an unknown key of `engine_kwargs`."""
     from vllm import EngineArgs
 
     from roles.rollout.logits import SIZE_KEY
-    from roles.rollout.transfer import BACKEND
 
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     for name in config.engine_kwargs:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"rollout.engine_kwargs.{name}: vLLM's EngineArgs has no such field{hint}")
-    if not config.model:
-        raise ConfigError("rollout.model: no model was given and none was derived from model.path")
+            raise ConfigError(f"{config.node}.engine_kwargs.{name}: vLLM's EngineArgs has no such field{hint}")
     values: dict[str, Any] = {
-        "model": config.model,
+        "model": config.folder,
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "tensor_parallel_size": config.tensor_parallel_size,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
-        "enable_prefix_caching": config.enable_prefix_caching,
-        "seed": context.seed if config.seed is None else config.seed,
-        "logprobs_mode": "processed_logprobs",
+        "seed": context.seed,
         "disable_log_stats": True,
+        # Beside its methods, a worker process gets our kernels from that module.
         "worker_extension_cls": "roles.rollout.transfer.WorkerExtension",
-        "weight_transfer_config": {"backend": BACKEND},
+        **config.engine_values(),
     }
+    if config.reloads_weights:
+        from roles.rollout.transfer import BACKEND
+
+        values["weight_transfer_config"] = {"backend": BACKEND}
     if config.tensor_parallel_size > 1:
         values["distributed_executor_backend"] = "mp"
     values |= _cpu_values(config) if context.device == "cpu" else _cuda_values(config)
-    if tokenizer_size is not None and tokenizer_size < vocabulary_size(config.model):
+    if tokenizer_size is not None and tokenizer_size < vocabulary_size(config.folder):
         values["logits_processors"] = ["roles.rollout.logits:TokenizerLimit"]
         values["additional_config"] = {SIZE_KEY: tokenizer_size}
     for name in ("logits_processors", "additional_config"):
@@ -89,25 +91,36 @@ def engine_args(config: VLLMRolloutConfig, context: RoleContext, tokenizer_size:
     return EngineArgs(**{**config.engine_kwargs, **values} | _user_choice(config, values))
 
 
-def _user_choice(config: VLLMRolloutConfig, values: dict[str, Any]) -> dict[str, Any]:
+def build(config: VLLMEngineConfig, context: RoleContext, args: EngineArgs) -> LLMEngine:
+    """The engine, made in the thread that will drive it."""
+    import torch
+    from vllm import LLMEngine
+
+    if context.device == "cpu":
+        # OpenMP keeps the number per thread, and the engine forbids the call later on.
+        torch.set_num_threads(worker_threads(config, context))
+    return LLMEngine.from_engine_args(args)
+
+
+def _user_choice(config: VLLMEngineConfig, values: dict[str, Any]) -> dict[str, Any]:
     """`engine_kwargs` win over our defaults; the two merged above hold both."""
     merged = ("logits_processors", "additional_config")
     return {k: v for k, v in config.engine_kwargs.items() if k in values and k not in merged}
 
 
-def _refuse_experts(config: VLLMRolloutConfig) -> None:
-    if "num_experts" in model_config(config.model or ""):
+def _refuse_experts(config: VLLMEngineConfig) -> None:
+    if config.reloads_weights and "num_experts" in model_config(config.folder):
         raise ConfigError(
-            f"rollout.model={config.model}: vLLM on a CPU does not reload a mixture of experts (it fails, "
+            f"{config.node}.model={config.folder}: vLLM on a CPU does not reload a mixture of experts (it fails, "
             "or goes on with wrong ones); use a dense model, or GPUs"
         )
 
 
-def _cpu_values(config: VLLMRolloutConfig) -> dict[str, Any]:
+def _cpu_values(config: VLLMEngineConfig) -> dict[str, Any]:
     from roles.rollout import kernels
 
     _refuse_experts(config)
-    length = config.max_model_len or int(model_config(config.model or "")["max_position_embeddings"])
+    length = config.max_model_len or int(model_config(config.folder)["max_position_embeddings"])
     dtype = config.dtype if config.dtype != "auto" else cpu_dtype()
     return {
         "dtype": dtype,
@@ -121,7 +134,7 @@ def _cpu_values(config: VLLMRolloutConfig) -> dict[str, Any]:
     }
 
 
-def _cuda_values(config: VLLMRolloutConfig) -> dict[str, Any]:
+def _cuda_values(config: VLLMEngineConfig) -> dict[str, Any]:
     values: dict[str, Any] = {
         "dtype": "bfloat16" if config.dtype == "auto" else config.dtype,
         "enforce_eager": bool(config.enforce_eager),
@@ -139,16 +152,16 @@ def cpu_dtype() -> str:
 
     fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     dtype = "bfloat16" if fast else "float32"
-    log.info("rollout dtype auto: %s (bfloat16 in hardware: %s)", dtype, fast)
+    log.info("dtype auto: %s (bfloat16 in hardware: %s)", dtype, fast)
     return dtype
 
 
-def _cpu_cache_bytes(config: VLLMRolloutConfig, length: int, dtype: str) -> int:
+def _cpu_cache_bytes(config: VLLMEngineConfig, length: int, dtype: str) -> int:
     """Room for `max_num_seqs` samples of full length, but no more than an eighth of the free memory.
 
     With less room vLLM lets samples wait, so one sample's worth is the only hard need.
     """
-    model = model_config(config.model or "")
+    model = model_config(config.folder)
     heads = int(model.get("num_key_value_heads") or model["num_attention_heads"])
     head_dim = int(model.get("head_dim") or int(model["hidden_size"]) // int(model["num_attention_heads"]))
     width = 4 if dtype == "float32" else 2
@@ -178,6 +191,16 @@ def model_config(model: str) -> dict[str, Any]:
 def vocabulary_size(model: str) -> int:
     """Rows of the model's embedding."""
     return int(model_config(model)["vocab_size"])
+
+
+def check_token_ids(uid: str, what: str, ids: np.ndarray[Any, Any], vocabulary: int) -> None:
+    """Raises BatchError, naming the uid, for `what` with ids that the model lacks."""
+    low, high = int(ids.min(initial=0)), int(ids.max(initial=0))
+    if low < 0 or high >= vocabulary:
+        raise BatchError(
+            f"row {uid}: the {what} has token id {low if low < 0 else high}, the model's ids end at "
+            f"{vocabulary - 1}; was it tokenised for another model?"
+        )
 
 
 def tokenizer_size(model: str) -> int | None:

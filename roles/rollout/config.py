@@ -1,4 +1,4 @@
-"""Settings of the vLLM rollout role. Light: composing and planning a config imports no engine."""
+"""Settings of roles that run vLLM, the rollout first. Light: composing and planning a config imports no engine."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from rolegraph.errors import ConfigError
+from rolegraph.models.config import ModelConfig
 
 if TYPE_CHECKING:
     from rolegraph.config.schema import RunConfig
@@ -17,8 +20,15 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class VLLMRolloutConfig:
+class VLLMEngineConfig:
     """One engine a replica, on `gpus / replicas` devices or `cpus` cores each."""
+
+    node: ClassVar[str]
+    """The role's name in the config, for messages."""
+    reloads_weights: ClassVar[bool]
+    """Whether the engine takes new weights while it runs."""
+    owned: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Engine arguments that this role relies on beside those of `OWNED`, and what to do instead."""
 
     fields_of: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         {"engine_kwargs": ("vllm.engine.arg_utils.EngineArgs",)}
@@ -34,7 +44,7 @@ class VLLMRolloutConfig:
     cpus: float | None = None
     """Cores a replica on a CPU; fractions allowed. Null: derived from the plan."""
 
-    model: str | None = None
+    model: str | ModelConfig | None = None
     """Hugging Face folder or name; null: the policy's."""
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
@@ -53,19 +63,23 @@ class VLLMRolloutConfig:
     """Run without CUDA graphs or compilation. Null: true on a CPU."""
     enable_sleep_mode: bool | None = None
     """On a GPU: allocate weights and KV cache so that they can be given to other roles meanwhile. Null: as
-    `placement.sleep_level` needs it."""
-    enable_prefix_caching: bool = True
-    """Compute a prompt once for its n samples; the cache is dropped at every weight sync."""
-    seed: int | None = None
-    """Seed of draws without a seed of their own. Null: the run's."""
+    `placement` needs it."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further fields of vLLM's EngineArgs, checked against them when the engine starts."""
 
+    @property
+    def folder(self) -> str:
+        """The Hugging Face folder or name, once the run has found the model; raises ConfigError before that."""
+        if not isinstance(self.model, str):
+            raise ConfigError(f"{self.node}.model: no model was given and none was derived from model.path")
+        return self.model
+
+    def engine_values(self) -> dict[str, Any]:
+        """Engine arguments of this kind of role."""
+        return {}
+
     def check(self, run: RunConfig) -> Iterator[str]:
         """What does not go together with the rest of the run."""
-        temperature = getattr(run.algorithm.config, "temperature", 1.0)
-        if temperature > MAX_TEMPERATURE:
-            yield f"algorithm.temperature={temperature}: vLLM samples at {MAX_TEMPERATURE:g} at most"
         if not run.use_ray and "train" in run.roles:
             yield (
                 "use_ray=false puts all roles in one process, and vLLM and Megatron-core both need that process's "
@@ -77,26 +91,29 @@ class VLLMRolloutConfig:
         found = []
         if self.data_parallel_size != 1:
             found.append(
-                f"rollout.data_parallel_size={self.data_parallel_size}: an engine of this role is never data parallel; "
-                f"set rollout.replicas={self.data_parallel_size} instead"
+                f"{self.node}.data_parallel_size={self.data_parallel_size}: an engine of this role is never data "
+                f"parallel; set {self.node}.replicas={self.data_parallel_size} instead"
             )
         if self.replicas is not None and self.ranks is not None and self.replicas != self.ranks:
-            both = f"rollout.replicas={self.replicas} and rollout.ranks={self.ranks}"
+            both = f"{self.node}.replicas={self.replicas} and {self.node}.ranks={self.ranks}"
             found.append(f"{both} name the same number: give one of them")
         for name in ("tensor_parallel_size", "max_num_seqs", "replicas", "ranks", "max_model_len", "kv_cache_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                found.append(f"rollout.{name}={value} must be at least 1")
+                found.append(f"{self.node}.{name}={value} must be at least 1")
         share = self.gpu_memory_utilization
         if share is not None and not 0 < share <= 1:
-            found.append(f"rollout.gpu_memory_utilization={share} must be a share of the device: above 0, at most 1")
+            found.append(
+                f"{self.node}.gpu_memory_utilization={share} must be a share of the device: above 0, at most 1"
+            )
+        owned = {**OWNED, **self.owned}
         found += [
-            f"rollout.engine_kwargs.{key}: {_OWNED[key]}" for key in sorted(_OWNED.keys() & self.engine_kwargs.keys())
+            f"{self.node}.engine_kwargs.{key}: {owned[key]}" for key in sorted(owned.keys() & self.engine_kwargs.keys())
         ]
         return found
 
 
-_OWNED = {
+OWNED = {
     "model": "set `model` of the role",
     "tokenizer": "the role reads the tokenizer of its model",
     "tensor_parallel_size": "set `tensor_parallel_size` of the role",
@@ -107,11 +124,42 @@ _OWNED = {
     "gpu_memory_utilization": "set `gpu_memory_utilization` of the role",
     "kv_cache_memory_bytes": "set `kv_cache_bytes` of the role",
     "enforce_eager": "set `enforce_eager` of the role",
-    "enable_prefix_caching": "set `enable_prefix_caching` of the role",
-    "enable_sleep_mode": "set `placement.sleep_level`, or `enable_sleep_mode` of the role",
-    "seed": "set `seed` of the role",
-    "logprobs_mode": "the role needs logprobs at the sampling temperature",
-    "weight_transfer_config": "the role's weight sync sets it",
-    "worker_extension_cls": "the role's weight sync sets it",
 }
-"""Engine arguments with a field above, or that the role relies on, and what to do instead."""
+"""Engine arguments with a field above, and what to do instead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VLLMRolloutConfig(VLLMEngineConfig):
+    """Engines that sample from the policy."""
+
+    node: ClassVar[str] = "rollout"
+    reloads_weights: ClassVar[bool] = True
+    owned: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            "enable_prefix_caching": "set `enable_prefix_caching` of the role",
+            "enable_sleep_mode": "set `placement.sleep_level`, or `enable_sleep_mode` of the role",
+            "seed": "set `seed` of the role",
+            "logprobs_mode": "the role needs logprobs at the sampling temperature",
+            "weight_transfer_config": "the role's weight sync sets it",
+            "worker_extension_cls": "the role's weight sync sets it",
+        }
+    )
+
+    model: str | None = None
+    """Hugging Face folder or name; null: the policy's."""
+    enable_prefix_caching: bool = True
+    """Compute a prompt once for its n samples; the cache is dropped at every weight sync."""
+    seed: int | None = None
+    """Seed of draws without a seed of their own. Null: the run's."""
+
+    def engine_values(self) -> dict[str, Any]:
+        """Logprobs are those of the distribution that is sampled from."""
+        seed = {} if self.seed is None else {"seed": self.seed}
+        return {"enable_prefix_caching": self.enable_prefix_caching, "logprobs_mode": "processed_logprobs"} | seed
+
+    def check(self, run: RunConfig) -> Iterator[str]:
+        """What does not go together with the rest of the run."""
+        temperature = getattr(run.algorithm.config, "temperature", 1.0)
+        if temperature > MAX_TEMPERATURE:
+            yield f"algorithm.temperature={temperature}: vLLM samples at {MAX_TEMPERATURE:g} at most"
+        yield from super().check(run)

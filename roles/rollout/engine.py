@@ -17,9 +17,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 if TYPE_CHECKING:
     from vllm import LLMEngine, SamplingParams
     from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.outputs import LogprobsTensors
 
 T = TypeVar("T")
 
@@ -35,6 +38,28 @@ class Request:
 
 
 @dataclass(frozen=True)
+class PromptLogprobs:
+    """What the engine says of the tokens it was given: some tokens at each position, with the logprobs (nats) they have
+    there. The entries of position p are those from `offsets[p]` to `offsets[p + 1]`; the first has none.
+    """
+
+    offsets: np.ndarray[Any, Any]
+    """[positions + 1]"""
+    token_ids: np.ndarray[Any, Any]
+    """[entries]"""
+    logprobs: np.ndarray[Any, Any]
+    """[entries]"""
+
+    @classmethod
+    def of(cls, parts: Sequence[LogprobsTensors]) -> PromptLogprobs:
+        """From vLLM's tensors, which begin with the second token and have the same number of entries for each."""
+        ids = np.concatenate([np.asarray(part.logprob_token_ids, np.int32) for part in parts])
+        logprobs = np.concatenate([np.asarray(part.logprobs, np.float32) for part in parts])
+        offsets = np.concatenate([[0], np.arange(len(ids) + 1) * ids.shape[1]])
+        return cls(offsets, ids.reshape(-1), logprobs.reshape(-1))
+
+
+@dataclass(frozen=True)
 class Sample:
     """One response: its tokens, their logprobs (nats), why it ended, and the weights that produced both its ends."""
 
@@ -43,6 +68,8 @@ class Sample:
     finish_reason: str
     version_first: int
     version_last: int
+    prompt: PromptLogprobs | None = None
+    """Where the request's `prompt_logprobs` asks for it."""
 
 
 class EngineStoppedError(RuntimeError):
@@ -73,6 +100,7 @@ class _Running:
     version_first: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    prompt: list[LogprobsTensors] = field(default_factory=list)
 
 
 class EngineThread:
@@ -157,7 +185,7 @@ class EngineThread:
         future.set_exception(self._stopped())
 
     def _stopped(self) -> EngineStoppedError:
-        error = EngineStoppedError(f"the rollout engine has stopped: {type(self._fault).__name__}: {self._fault}")
+        error = EngineStoppedError(f"the engine has stopped: {type(self._fault).__name__}: {self._fault}")
         error.__cause__ = self._fault
         return error
 
@@ -226,6 +254,8 @@ class EngineThread:
             if output.new_logprobs is not None:
                 # The sampled token's comes first.
                 running.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+            if output.new_prompt_logprobs_tensors is not None:
+                running.prompt.append(output.new_prompt_logprobs_tensors)
             if output.finish_reason is not None:
                 del self._running[output.request_id]
                 running.call.put(running.index, self._sample(running, str(output.finish_reason)))
@@ -234,7 +264,8 @@ class EngineThread:
         tokens, logprobs = running.token_ids, running.logprobs
         if len(logprobs) != len(tokens):
             raise RuntimeError(f"the engine gave {len(logprobs)} logprobs for {len(tokens)} tokens")
-        return Sample(tokens, logprobs, finish_reason, running.version_first, self.version)
+        prompt = PromptLogprobs.of(running.prompt) if running.prompt else None
+        return Sample(tokens, logprobs, finish_reason, running.version_first, self.version, prompt)
 
     def _abort(self, engine: LLMEngine) -> int:
         aborted, self._running = self._running, {}

@@ -62,23 +62,13 @@ class VLLMRollout(RolloutRole):
         """Start the engine."""
         config, context = self.config, self.context
         arguments.prepare_environment(config, context)
-        model = config.model or ""
+        model = config.folder
         limit = arguments.tokenizer_size(model)
         self._vocabulary = arguments.vocabulary_size(model)
         self._eos = arguments.eos_token_ids(model)
         self._weights = arguments.weight_shapes(model)
         args = arguments.engine_args(config, context, limit)
-
-        def build() -> LLMEngine:
-            import torch
-            from vllm import LLMEngine
-
-            if context.device == "cpu":
-                # OpenMP keeps the number per thread, and the engine forbids the call later on.
-                torch.set_num_threads(arguments.worker_threads(config, context))
-            return LLMEngine.from_engine_args(args)
-
-        self._engine = EngineThread(build)
+        self._engine = EngineThread(lambda: arguments.build(config, context, args))
         self._max_model_len = self._engine.call(lambda engine: int(engine.model_config.max_model_len))
 
     def teardown(self) -> None:
@@ -218,7 +208,7 @@ class VLLMRollout(RolloutRole):
             return
         announced = {info.name: tuple(info.shape) for info in manifest}
         expected = {name: shape for name, shape in self._weights.items() if not name.endswith("rotary_emb.inv_freq")}
-        if arguments.model_config(self.config.model or "").get("tie_word_embeddings"):
+        if arguments.model_config(self.config.folder).get("tie_word_embeddings"):
             expected.pop("lm_head.weight", None)
             announced.pop("lm_head.weight", None)
         wrong = [f"missing {name}" for name in expected if name not in announced]
@@ -241,12 +231,7 @@ class VLLMRollout(RolloutRole):
                 f"row {uid}: a prompt of {length} tokens and max_tokens={sampling.max_tokens} exceed "
                 f"max_model_len={self._max_model_len}; raise rollout.max_model_len or lower data.max_length"
             )
-        low, high = int(prompt.min()), int(prompt.max())
-        if low < 0 or high >= self._vocabulary:
-            raise BatchError(
-                f"row {uid}: the prompt has token id {low if low < 0 else high}, the model's ids end at "
-                f"{self._vocabulary - 1}; was it tokenised for another model?"
-            )
+        arguments.check_token_ids(uid, "prompt", prompt, self._vocabulary)
 
     def _engine_sampling(self, sampling: SamplingParams) -> EngineSampling:
         from vllm import SamplingParams as EngineSampling

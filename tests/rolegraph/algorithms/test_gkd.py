@@ -86,6 +86,9 @@ async def test_what_the_teacher_is_asked_and_what_the_loss_is_told() -> None:
     own = await world(sft_alpha=0.5, lmbda=1.0, teacher_temperature=1.0).run()
     assert own.train.steps[0][1].kwargs["sft_alpha"] == 0.0, "there is nothing to imitate in a sample of its own"
     assert own.train.steps[0][1].kwargs["teacher_temperature"] == 1.0, "that of an engine's prompt logprobs"
+    asked = await world(temperature=0.7, teacher_temperature=1.0).run()
+    assert asked.teacher.asked[0][3] == 1.0, "such an engine refuses any other"
+    assert asked.train.steps[0][2] == 0.7
 
 
 async def test_whole_vocabularies_need_the_head_once_and_hidden_states_each_step() -> None:
