@@ -207,13 +207,17 @@ def free_fields_are_known(run: RunConfig) -> Iterator[str]:
 
 
 def overlap_has_devices(run: RunConfig) -> Iterator[str]:
-    """What generates while the trainer trains does not share its devices, and gives up exact reproduction."""
+    """What generates while the trainer trains does not share its devices, and gives up exact reproduction.
+
+    A teacher may share them: it has its turn between two steps, while the next samples are drawn elsewhere.
+    """
     staleness = getattr(run.algorithm.config, "max_staleness", 0)
     if not staleness:
         return
     for group in run.placement.sharing(run.roles):
         busy = next((role for role in ("train", "rollout") if role in group), None)
-        others = " and ".join(role for role in dict.fromkeys(group) if role != busy)
+        waits = [role for role in group if role == busy or (busy == "train" and role.startswith("teacher"))]
+        others = " and ".join(role for role in dict.fromkeys(group) if role not in waits)
         if busy and others:
             what = "while train does" if busy == "train" else "at its pace, while weights come to rollout"
             yield (

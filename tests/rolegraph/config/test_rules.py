@@ -11,6 +11,7 @@ import pytest
 from rolegraph.config import load
 from rolegraph.config.rules import LATER, settle
 from rolegraph.config.targets import fields_in_source
+from rolegraph.errors import ConfigError
 from rolegraph.placement import plan, requests
 from rolegraph.placement.clusters import cluster
 from rolegraph.placement.environment import as_environment
@@ -325,6 +326,17 @@ def test_overlap_is_fine_on_devices_of_their_own(user: Folder) -> None:
     config = load(["algorithm=mine", *OVERLAP, "algorithm.on_sync=drain"], config_dir=str(user)).run.algorithm.config
     assert (config.max_staleness, config.on_sync) == (1, "drain")
     load(["algorithm=mine", "placement=colocate", "algorithm.max_staleness=0"], config_dir=str(user))
+
+
+def test_a_teacher_may_take_turns_with_a_trainer_that_others_overlap() -> None:
+    words = ["algorithm=gkd", "teacher=huggingface", *OVERLAP]
+    load([*words, "placement.colocate_groups=[[train,teacher]]"])
+    with pytest.raises(ConfigError) as caught:
+        load([*words, "placement.colocate_groups=[[train,rollout,teacher]]"])
+    assert "algorithm.max_staleness=1 lets rollout work while train does" in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        load([*words, "placement.colocate_groups=[[rollout,teacher]]"])
+    assert "algorithm.max_staleness=1 lets teacher work at its pace, while weights come to rollout" in str(caught.value)
 
 
 @pytest.mark.parametrize(
