@@ -96,7 +96,7 @@ class GKD(Algorithm):
         if self.orm is not None:
             async with self.turn("score"):
                 samples = await self.orm.score(samples)
-            metrics |= measure.of_rewards(samples)
+            metrics |= measure.of_rewards(samples) | measure.of_privileged(samples)
         if self.teachers.own is None:
             samples = await self.teachers.taught(self, samples, self.ask)
         return samples, metrics

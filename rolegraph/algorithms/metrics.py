@@ -43,6 +43,14 @@ def of_rewards(samples: Batch) -> Metrics:
     return found
 
 
+def of_privileged(samples: Batch) -> Metrics:
+    """The mean reward of the rows whose teacher has a prompt of its own, where the others have none."""
+    if "teacher_prompt_length" not in samples or "reward" not in samples:
+        return {}
+    own = samples.numpy("teacher_prompt_length") > 0
+    return {"reward/teacher_prompt/mean": _mean(samples.numpy("reward")[own])} if own.any() and not own.all() else {}
+
+
 def of_groups(groups: Groups) -> Metrics:
     """Prompts sampled, the share of them whose rewards are all equal, and those without any reward."""
     return {

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
-from rolegraph.algorithms.metrics import of_rewards
+from rolegraph.algorithms.metrics import of_privileged, of_rewards
 from rolegraph.batch import Batch
 from rolegraph.interfaces import FAULT_REASONS
 
@@ -27,3 +28,11 @@ def test_rows_without_a_reward_are_counted_by_function_and_reason() -> None:
         "rewards/judge/faults/timeout": 2.0,
         "rewards/form/faults/none": 1.0,
     }
+
+
+def test_rows_whose_teacher_sees_more_are_looked_at_alone_where_others_are_beside_them() -> None:
+    samples = Batch.from_columns({"reward": [1.0, 0.0, None, 0.5], "teacher_prompt_length": [0, 7, 7, 9]})
+    assert of_privileged(samples) == {"reward/teacher_prompt/mean": pytest.approx(0.25)}
+    assert of_privileged(samples.slice(1)) == {}
+    assert of_privileged(samples.slice(0, 1)) == {}
+    assert of_privileged(samples.drop(["teacher_prompt_length"])) == {}
