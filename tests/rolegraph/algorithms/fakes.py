@@ -215,6 +215,14 @@ class Teacher:
     async def head(self) -> tuple[str, str]:
         return self.role, "info"
 
+    async def offload(self) -> list[None]:
+        self.calls.append(f"offload {self.role}")
+        return [None]
+
+    async def onload(self) -> list[None]:
+        self.calls.append(f"onload {self.role}")
+        return [None]
+
 
 @dataclass
 class ORM:
@@ -264,6 +272,19 @@ class EngineMoves:
         await self.rollout.wake_up(parts)
 
 
+@dataclass
+class TeacherMoves:
+    """What `rolegraph.movers` does with a handle."""
+
+    teacher: Teacher
+
+    async def away(self, parts: Parts) -> None:
+        await self.teacher.offload()
+
+    async def back(self, parts: Parts) -> None:
+        await self.teacher.onload()
+
+
 class World:
     """An algorithm with everything it talks to; `placement` says who takes turns."""
 
@@ -308,7 +329,11 @@ class World:
         self.algorithm = algorithm(config, job)
         for name in algorithm.roles():
             setattr(self.algorithm, name, getattr(self, name))
-        self.movers = {"train": TrainMoves(self.train), "rollout": EngineMoves(self.rollout, placement.sleep_level)}
+        self.movers: dict[str, Any] = {
+            "train": TrainMoves(self.train),
+            "rollout": EngineMoves(self.rollout, placement.sleep_level),
+            **{role: TeacherMoves(found) for role, found in self.teachers.items()},
+        }
 
     async def run(self) -> World:
         for role, mover in self.movers.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from rolegraph.algorithms.teachers import Ask, Teachers
 from rolegraph.batch import Batch
 from rolegraph.config.schema import Spec
 from rolegraph.errors import ConfigError
+from rolegraph.placement import PlacementConfig
 from roles.teacher.config import HuggingFaceTeacherConfig
 from tests.rolegraph.algorithms.fakes import Teacher, World, away
 
@@ -23,7 +25,8 @@ SMALL = GKDConfig(global_batch_size=4, gkd_logits_topk=8)
 
 
 def world(max_steps: int = 1, **options: Any) -> World:
-    others = {name: options.pop(name) for name in ("teachers", "teacher", "teacher_temperature") if name in options}
+    names = ("teachers", "teacher", "teacher_temperature", "placement")
+    others = {name: options.pop(name) for name in names if name in options}
     if not others.get("teacher"):
         others.setdefault("teachers", ["teacher"])
     made = World(GKD, replace(SMALL, **options), max_steps=max_steps, **others)
@@ -65,6 +68,37 @@ async def test_steps_are_drawn_by_seed_and_each_has_its_rows_of_the_dataset() ->
     rows = [uid for step in run.trained("uid") for uid in step]
     assert rows == [f"p{n % 8}" for n in range(80)], "running ahead takes no rows from other steps"
     assert [batch["response_length"][0].as_py() for batch, *_ in run.train.steps] == [4 if own else 1 for own in drawn]
+
+
+async def test_a_teacher_beside_the_trainer_has_its_turn_while_the_next_samples_are_drawn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    placement = PlacementConfig(
+        colocate_groups=(("train", "teacher"),), offload_model=True, offload_optimizer=True, offload_teacher_model=True
+    )
+    run = world(max_steps=3, max_staleness=1, placement=placement)
+    step, generate = run.train.step, run.rollout.generate
+
+    async def long_step(*args: Any, **options: Any) -> Any:
+        found = await step(*args, **options)
+        await asyncio.sleep(0.05)
+        run.calls.append("stepped")
+        return found
+
+    async def generated(*args: Any) -> Any:
+        await asyncio.sleep(0.02)
+        return await generate(*args)
+
+    monkeypatch.setattr(run.train, "step", long_step)
+    monkeypatch.setattr(run.rollout, "generate", generated)
+    await asyncio.wait_for(run.run(), 10)
+    ahead = ["step", "generate", "stepped"]
+    turn = ["offload model optimizer", "onload teacher", "teacher scores 4", "offload teacher"]
+    start = run.calls.index("step")
+    assert run.calls[start : start + 3] == ahead, "drawn beside the step"
+    between = run.calls[start + 3 : run.calls.index("step", start + 1)]
+    assert [call for call in between if call in turn] == turn, "and scored after it, in the memory it has left"
+    assert run.calls.count("teacher scores 4") == run.calls.count("step") == 3
 
 
 def test_the_draw_has_the_share_it_is_asked_for_and_depends_on_nothing_else() -> None:
