@@ -19,7 +19,7 @@ from typing import Any, Self, TypeVar, cast
 from rolegraph.cluster import Cluster
 from rolegraph.errors import PlanError, RoleError, RoleGraphError
 from rolegraph.group import OnCall, RoleGroup, refuse_in_loop, run_sync, watch
-from rolegraph.host import RoleSpec, free_port, tail, torch_env
+from rolegraph.host import RoleSpec, free_port, process_env, tail, torch_env
 from rolegraph.member import LocalMember, Member, Place, RayMember
 from rolegraph.parcel import imported_from, pack
 from rolegraph.placement import Plan, Slot
@@ -33,8 +33,6 @@ OnReady = Callable[[str, Role], Awaitable[None]]
 
 PORT_ATTEMPTS = 3
 """Launches of a role whose rendezvous port another process took first."""
-SPIN_COUNT = "20000"
-"""Rounds that an OpenMP thread waits awake: about half a millisecond."""
 WATCH_EVERY_S = 1.0
 """Between two looks at which nodes are there, while roles start."""
 TEARDOWN_S = 3.0
@@ -281,15 +279,19 @@ class RoleGraph:
             context = self._context(role, slot, seat.device_ids)
             log_file = str(Path(self.options.run_dir, "logs", f"{role}-{slot.rank}.log").resolve())
             env = {
-                **process_env(slot, seat.device_ids),
+                **process_env(slot.threads, seat.device_ids),
                 **spec.role_class.environment,
                 **self.options.env,
                 **spec.env,
             }
+            # What a role names itself is there from the start of the process, where its allocator reads it; Ray then
+            # starts a worker for it, so the rest, which differs from rank to rank, is set in one that waits.
+            early = {"env_vars": {name: env[name] for name in spec.role_class.environment}}
+            started_with = {"runtime_env": early} if spec.role_class.environment else {}
             launch = Launch(pickled, context, env, sys_path, log_file, self._code)
             name = f"{self.options.exp_name}/{role}/{slot.rank}" + (f" try {attempt}" if attempt > 1 else "")
             try:
-                actor = make.options(name=name, namespace="rolegraph", **seat.options).remote(launch)
+                actor = make.options(name=name, namespace="rolegraph", **seat.options, **started_with).remote(launch)
             except ValueError as error:
                 if "name" not in str(error):
                     raise
@@ -308,7 +310,8 @@ class RoleGraph:
             )
         device_ids = tuple(map(str, slots[0].device_ids))
         context = replace(self._context(role, slots[0], device_ids), master_port=free_port())
-        self._set_env({**torch_env(context), **self.options.env, **self.roles[role].env})
+        spec = self.roles[role]
+        self._set_env({**torch_env(context), **spec.role_class.environment, **self.options.env, **spec.env})
         return [LocalMember(self.roles[role], context)]
 
     def _set_env(self, env: Mapping[str, str]) -> None:
@@ -383,23 +386,3 @@ class RoleGraph:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         run_sync(self.stop())
-
-
-def process_env(slot: Slot, device_ids: tuple[str, ...]) -> dict[str, str]:
-    """Environment of an actor's process: its devices, its threads, and idle threads that leave the cores to others.
-
-    GNU OpenMP, which torch uses on CPUs, puts a thread without work to sleep at once when told to be passive; waking it
-    for each of the thousands of small operators of a decoding step takes a third of the step's time. It spins for a
-    fraction of a millisecond first: longer than the gap between two operators, too short for another role to notice.
-    """
-    threads = str(slot.threads)
-    return {
-        "CUDA_VISIBLE_DEVICES": ",".join(device_ids),
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        "OPENBLAS_NUM_THREADS": threads,
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "GOMP_SPINCOUNT": SPIN_COUNT,
-        "KMP_BLOCKTIME": "0",
-        "TOKENIZERS_PARALLELISM": "false",
-    }

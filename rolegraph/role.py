@@ -257,7 +257,10 @@ class Role:
     queue_rows_alone: ClassVar[int] = 1
     """The same where only one replica lives, if more: there is nobody to share with, and calls cost."""
     environment: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """Environment variables of the role's processes, beside those that every role gets."""
+    """Environment variables of the role's processes, beside those that every role gets; set when they are started.
+
+    Without Ray they are set in the process that runs already, too late for what reads them as it starts.
+    """
 
     def __init__(self, config: Any, context: RoleContext) -> None:
         self.config = config

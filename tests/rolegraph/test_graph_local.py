@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
 
 import pytest
 
 from rolegraph.errors import PlanError, RoleError, RoleGraphError
-from rolegraph.graph import GraphOptions, RoleGraph, process_env
-from rolegraph.host import RoleSpec
-from rolegraph.placement import Plan, Slot
-from rolegraph.role import Mesh, Role
+from rolegraph.graph import GraphOptions, RoleGraph
+from rolegraph.host import RoleSpec, process_env
+from rolegraph.placement import Plan
+from rolegraph.role import Role
 from tests.rolegraph.fakes import Fake, Plain, batch_of, plan_of, spec_of
 
 LOCAL = GraphOptions(use_ray=False, seed=3)
@@ -120,7 +121,7 @@ async def test_a_failing_setup_names_the_role() -> None:
 
 
 def test_idle_threads_doze_before_they_sleep() -> None:
-    env = process_env(Slot("train", 0, "n0", "cpu", (), 2.0, 2, Mesh().at(0)), ())
+    env = process_env(2, ())
     assert env["OMP_WAIT_POLICY"] == "PASSIVE"
     # Asleep between operators they double a decoding step; awake much longer they take another role's turn.
     assert 1_000 <= int(env["GOMP_SPINCOUNT"]) <= 200_000
@@ -130,16 +131,19 @@ def test_idle_threads_doze_before_they_sleep() -> None:
 async def test_a_role_in_this_process_has_torch_variables_for_as_long_as_it_lives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    class Named(Fake):
+        environment: ClassVar[Mapping[str, str]] = MappingProxyType({"NAMED": "by the role"})
+
     monkeypatch.setenv("RANK", "7")
     options = GraphOptions(use_ray=False, env={"NCCL_DEBUG": "INFO"})
-    async with RoleGraph(plan_of(ranks=1), {"fake": spec_of()}, options) as graph:
+    async with RoleGraph(plan_of(ranks=1), {"fake": spec_of(Named)}, options) as graph:
         env = (await graph.handle("fake", Fake).describe())[0]["env"]
         assert [env[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")] == ["0", "1", "0", "1"]
         assert env["MASTER_ADDR"] == "127.0.0.1"
         assert int(env["MASTER_PORT"]) > 0
-        assert env["NCCL_DEBUG"] == "INFO"
+        assert (env["NCCL_DEBUG"], env["NAMED"]) == ("INFO", "by the role")
     assert os.environ["RANK"] == "7"
-    assert "NCCL_DEBUG" not in os.environ
+    assert not {"NCCL_DEBUG", "NAMED"} & os.environ.keys()
 
 
 async def test_a_setup_that_hangs_is_ended_by_its_deadline_with_where_it_hangs() -> None:

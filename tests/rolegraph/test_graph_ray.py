@@ -8,7 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import ClassVar
 
 import pytest
 
@@ -17,7 +20,7 @@ from rolegraph.graph import GraphOptions, RoleGraph
 from rolegraph.group import RoleGroup
 from rolegraph.host import descendants
 from rolegraph.placement import Plan, Slot
-from rolegraph.role import Mesh
+from rolegraph.role import Mesh, endpoint
 from tests.rolegraph.fakes import Fake, is_running, plan_of, spec_of, wait_gone
 
 pytestmark = pytest.mark.ray
@@ -78,6 +81,28 @@ async def test_a_rank_sees_the_devices_that_its_bundle_got() -> None:
         told = await graph.handle("fake", Fake).describe()
     assert [one["devices"] for one in told] == [str(one["context"].device_ids[0]) for one in told]
     assert {one["devices"] for one in told} == {"0", "1"}
+
+
+class Frugal(Fake):
+    """A role whose processes are to be started with variables of their own."""
+
+    environment: ClassVar[Mapping[str, str]] = MappingProxyType({"MALLOC_ARENA_MAX": "1", "NAMED": "by the role"})
+
+    @endpoint()
+    def started_with(self) -> dict[str, str]:
+        """The variables at the start of the process, which `os.environ` does not tell."""
+        pairs = Path("/proc/self/environ").read_text().split("\0")
+        return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+async def test_what_a_role_names_is_there_when_its_process_starts() -> None:
+    options = GraphOptions(exp_name="frugal", env={"NAMED": "by the config"})
+    async with RoleGraph(plan_of(ranks=1), {"fake": spec_of(Frugal)}, options) as graph:
+        fake = graph.handle("fake", Frugal)
+        (early,), (told,) = await fake.started_with(), await fake.describe()
+    for env in (early, told["env"]):
+        assert (env["MALLOC_ARENA_MAX"], env["NAMED"]) == ("1", "by the config")
 
 
 @pytest.mark.usefixtures("ray_cluster")

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from rolegraph.cluster import Cluster
-from rolegraph.graph import process_env
-from rolegraph.host import torch_env
+from rolegraph.host import process_env, torch_env
 from rolegraph.nodes import Holder, find_node, named
 from rolegraph.placement import Inventory, Node, PlacementConfig, Plan, RoleRequest, Slot, plan
 from rolegraph.placement.device_groups import DeviceGroup, DeviceGroups
@@ -134,7 +133,7 @@ def test_torch_variables_count_ranks_in_all_and_on_the_node() -> None:
 def test_local_rank_is_a_device_that_the_process_sees() -> None:
     slot = Slot("train", 3, "n0", "cuda", (1,), 1.0, 1, Mesh(dp=4).at(3))
     context = RoleContext(rank=3, world_size=4, local_rank=1, local_world_size=2, device="cuda", device_ids=("GPU-1f",))
-    env = process_env(slot, context.device_ids) | torch_env(context)
+    env = process_env(slot.threads, context.device_ids) | torch_env(context)
     assert env["CUDA_VISIBLE_DEVICES"].split(",")[int(env["LOCAL_RANK"])] == "GPU-1f"
 
 
