@@ -56,7 +56,10 @@ class Bundles:
 
 
 def bundles_of(plan: Plan) -> Bundles:
-    """A bundle a device, and one a group and node for the cores; colocated roles take turns, so the largest counts."""
+    """A bundle a device, and one a group and node for the cores; colocated roles take turns, so the largest counts.
+
+    Cores that roles on GPUs ask for are a bundle as well, in which nobody sits: other runs keep off them.
+    """
     found = Bundles()
     for number, group in enumerate(plan.groups):
         by_node: dict[str, list[Slot]] = {}
@@ -65,16 +68,20 @@ def bundles_of(plan: Plan) -> Bundles:
         for node, here in by_node.items():
             for device in sorted({device for slot in here for device in slot.device_ids}):
                 found.gpu_of[node, device] = found.add(number, node, {"GPU": 1.0})
+            if beside := _cores(max(sum(s.named_cores for s in here if s.role == role) for role in group)):
+                found.add(number, node, {"CPU": beside})
             on_cpu = [slot for slot in here if slot.device == "cpu" and slot.cores > 0]
-            cores = max((sum(s.cores for s in on_cpu if s.role == role) for role in group), default=0.0)
-            # Ray counts in units of 1e-4.
-            cores = math.floor(cores * 1e4 + 1e-6) / 1e4
-            if cores:
+            if cores := _cores(max(sum(s.cores for s in on_cpu if s.role == role) for role in group)):
                 index = found.add(number, node, {"CPU": cores})
                 share = math.floor(cores / len(on_cpu) * 1e4) / 1e4
                 for role in group:
                     found.cpu_of[node, role], found.share[node, role] = index, share
     return found
+
+
+def _cores(amount: float) -> float:
+    """As Ray counts them, in units of 1e-4."""
+    return math.floor(amount * 1e4 + 1e-6) / 1e4
 
 
 def order_devices(planned: Mapping[str, Sequence[int]], got: Mapping[str, Sequence[str]]) -> dict[tuple[str, int], str]:

@@ -120,7 +120,10 @@ def _beside_gpus(here: Slots, with_gpus: Ranks, portions: Mapping[str, float], b
             named = _named(ranks, by_role)
             whole = named + (portions[node] if any(by_role[r].cpus is None for r in ranks) else 0.0)
             each[node] = max(by_role[role].cpus or 0.0, whole / ranks[role])
-        slots[role] = tuple(replace(s, cores=each[s.node], threads=threads_of(each[s.node])) for s in found)
+        asked = by_role[role].cpus or 0.0
+        slots[role] = tuple(
+            replace(s, cores=each[s.node], threads=threads_of(each[s.node]), named_cores=asked) for s in found
+        )
     return slots
 
 

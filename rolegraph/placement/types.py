@@ -242,6 +242,8 @@ class Slot:
     """Parallel sizes and this rank's coordinates; of a replica, the other replicas are its data-parallel peers."""
     share: float = 1.0
     """Part of the memory of each of its GPUs that is this role's; see `rolegraph.placement.shares`. 1 on a CPU."""
+    named_cores: float = 0.0
+    """Of a rank on GPUs, the cores that its config asks for: these are reserved beside the GPUs."""
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,17 @@ def test_gpu_bundles_are_one_a_device_in_the_order_of_the_plan() -> None:
     assert found.gpu_of == {("10.0.0.1", 0): 0, ("10.0.0.1", 1): 1, ("10.0.0.2", 0): 2, ("10.0.0.2", 1): 3}
 
 
+def test_cores_that_roles_on_gpus_ask_for_are_reserved_beside_them() -> None:
+    nodes = Inventory((Node("10.0.0.1", (0, 1), 16.0), Node("10.0.0.2", (0, 1), 16.0)))
+    roles = [RoleRequest("train", gpus=4, cpus=3), RoleRequest("rollout", gpus=4, tensor=2, is_spmd=False, cpus=4)]
+    shared = bundles_of(plan(nodes, roles, PlacementConfig(colocate_groups=(("train", "rollout"),))))
+    # In its turn train asks for 6 cores of a node, and rollout for 4.
+    assert shared.resources == [{"GPU": 1.0}, {"GPU": 1.0}, {"CPU": 6.0}] * 2
+    assert shared.nodes == ["10.0.0.1"] * 3 + ["10.0.0.2"] * 3
+    assert shared.gpu_of == {("10.0.0.1", 0): 0, ("10.0.0.1", 1): 1, ("10.0.0.2", 0): 3, ("10.0.0.2", 1): 4}
+    assert shared.cpu_of == {}, "nobody sits there"
+
+
 def test_roles_without_cores_of_their_own_are_bound_to_their_node_all_the_same() -> None:
     nodes = Inventory((Node("10.0.0.1", (), 4.0), Node("10.0.0.2", (), 4.0)))
     placed = plan(nodes, [RoleRequest("orm", 2, light=True, gpus=0)], PlacementConfig())
