@@ -239,7 +239,7 @@ def _phases(
         for role, count in ranks.items():
             works = phase is None or role in phase.roles
             for part, size in _parts(holders[role], name if works else "").items():
-                kind = _kind(holders[role], part)
+                kind = _kind(role, holders[role], part)
                 here = works and (phase is None or kind == "working" or kind in _woken(phase, role))
                 if here or not (shared and _aside(run, role, kind, works=works)):
                     uses.append(Use(role, part, size * count))
@@ -282,10 +282,12 @@ def _parts(holder: Holder, phase: str) -> dict[str, int]:
     return parts
 
 
-def _kind(holder: Holder, part: str) -> str:
+def _kind(role: str, holder: Holder, part: str) -> str:
     """The part by the name under which turns move it; `working` is there only while the role works."""
     if part == "activations":
         return "working"
+    if is_teacher(role):  # whatever runs it, its memory moves as one
+        return "model"
     if isinstance(holder, Engine):
         return "weights" if part == "weights" else "kv_cache"
     return part if part in ("optimizer", "gradients") else "model"
@@ -361,7 +363,7 @@ def _knob(run: RunConfig, use: Use, phase: PhaseNeed, holder: Holder, over: int,
     role, config = use.role, run.roles[use.role].config
     takes = f"{role} {use.part.replace('_', ' ')}, {size(use.bytes)}"
     table = _table(run).get(phase.name)
-    kind = _kind(holder, use.part)
+    kind = _kind(role, holder, use.part)
     if shared and table is not None and kind not in _woken(table, role) and kind != "working":
         key = "sleep_level=1"
         if role == "train":

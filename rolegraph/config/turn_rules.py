@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Iterator
 
 from rolegraph.config.schema import RunConfig
+from rolegraph.placement.shares import is_teacher
 
 
 def algorithm_roles(target: str) -> tuple[dict[str, tuple[type, bool]], dict[str, type]]:
@@ -75,6 +76,5 @@ def _sleeps(run: RunConfig, role: str, *, is_synced: bool) -> Iterator[str]:
 
 def needs_sleep_mode(run: RunConfig, role: str) -> bool:
     """Whether an engine has to be started so that it can be put to sleep."""
-    teaches = role == "teacher" or role.startswith("teacher_")
-    gives_way = run.placement.offload_teacher_model if teaches else run.placement.sleep_level > 0
+    gives_way = run.placement.offload_teacher_model if is_teacher(role) else run.placement.sleep_level > 0
     return gives_way and bool(tenants_beside(run, role))

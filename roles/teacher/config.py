@@ -58,10 +58,11 @@ class HuggingFaceTeacherConfig:
 
     def check(self, run: Any) -> Iterator[str]:
         """What does not go together with the rest of the run."""
-        sharing = any("teacher" in group for group in run.placement.sharing(run.roles))
+        role = next((role for role, spec in run.roles.items() if spec.config is self), "teacher")
+        sharing = any(role in group for group in run.placement.sharing(run.roles))
         if self.pipeline_model_parallel_size > 1 and run.placement.offload_teacher_model and sharing:
             yield (
-                f"teacher.pipeline_model_parallel_size={self.pipeline_model_parallel_size}: a model that transformers "
+                f"{role}.pipeline_model_parallel_size={self.pipeline_model_parallel_size}: a model that transformers "
                 "spreads over GPUs cannot step aside; set placement.offload_teacher_model=false, or teacher=megatron"
             )
 

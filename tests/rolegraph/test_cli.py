@@ -18,6 +18,7 @@ from rolegraph import cli
 from rolegraph.config import RunConfig
 from rolegraph.errors import RoleGraphError
 from tests.rolegraph.config.conftest import Folder, user  # noqa: F401 - a fixture
+from tests.rolegraph.test_estimate import SIZES
 
 HEAVY = ("torch", "ray", "vllm", "megatron", "transformers", "datasets")
 
@@ -251,6 +252,25 @@ def test_plan_for_hardware_that_is_not_there(capsys: pytest.CaptureFixture[str])
     error = capsys.readouterr().err
     assert "no room for `train`: 24 GPUs are asked for, and there are 8" in error
     assert ["node-0", "8"] in [line.split() for line in error.splitlines()]
+
+
+def test_a_recipe_with_a_teacher_planned_for_32_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SIZES))
+    argv = ["plan", "experiment=gkd_rollout_colocate_teacher_standalone", "placement.colocate_groups=[]"]
+    argv += ["model=hf", f"model.path={tmp_path}", "teacher=megatron", "--cluster", "4x8xH100-80G"]
+    for role, gpus, key, tensor in (
+        ("train", 16, "tensor_model_parallel_size", 4),
+        ("rollout", 8, "tensor_parallel_size", 2),
+        ("teacher", 8, "tensor_model_parallel_size", 4),
+    ):
+        argv += [f"{role}.gpus={gpus}", f"{role}.{key}={tensor}"]
+    assert cli.dispatch([*argv, "train.pipeline_model_parallel_size=2"]) == 0
+    text = capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
+    assert ["train", "13", "dp 1/2 pp 1/2 tp 1/4", "node-1", "GPU 5", "100%", "12"] in rows
+    assert ["rollout", "3", "dp 3/4", "node-2", "GPU 6,7", "100%", "24"] in rows
+    assert ["teacher", "7", "dp 1/2 tp 3/4", "node-3", "GPU 7", "100%", "12"] in rows
+    assert ["teacher weights", "3.81 GiB"] in rows
 
 
 def test_a_large_plan_is_shown_a_row_a_node(capsys: pytest.CaptureFixture[str]) -> None:

@@ -119,6 +119,14 @@ def test_teachers_of_any_name_work_together_and_step_aside(model: list[str]) -> 
     assert part(need, "train", "teacher_math", "weights") is not None
 
 
+def test_a_teacher_in_an_engine_moves_as_one(model: list[str]) -> None:
+    layout = ["teacher=vllm", "algorithm=gkd", "algorithm.gkd_logits_topk=4", "placement=colocate", "train.gpus=8"]
+    (need,) = estimated([*model, *layout], "1x8xH200-141G", offload_teacher_model=True)[2].needs
+    for name, there in (("teacher", True), ("train", False), ("generate", False)):
+        held = [part(need, name, "teacher", each) for each in ("weights", "workspace", "kv_cache")]
+        assert [size is not None for size in held] == [there] * 3, name
+
+
 def test_a_teacher_on_several_ranks_is_cut(model: list[str]) -> None:
     layout = ["teacher=megatron", "algorithm=gkd", "placement=separate", "train.gpus=4", "rollout.gpus=4"]
     sizes = ["teacher.gpus=8", "teacher.tensor_model_parallel_size=4", "teacher.pipeline_model_parallel_size=2"]

@@ -6,6 +6,7 @@ import pytest
 
 from rolegraph.config import load
 from rolegraph.config.rules import settle
+from rolegraph.errors import ConfigError
 from rolegraph.placement import plan, requests
 from rolegraph.placement.clusters import cluster
 from tests.rolegraph.config.conftest import Folder
@@ -70,6 +71,8 @@ def test_a_teacher_of_any_name_may_step_aside() -> None:
         "algorithm.gkd_logits_topk=4",
     ]
     assert load([*overrides, "placement=separate", *layout]).run.placement.offload_teacher_model
+    with pytest.raises(ConfigError, match=r"teacher_math\.pipeline_model_parallel_size=2: a model that transformers"):
+        load([*overrides, "placement=separate", *layout, "teacher_math.pipeline_model_parallel_size=2"])
 
 
 def test_a_deep_sleep_needs_a_sync_that_brings_the_weights_back(user: Folder) -> None:
