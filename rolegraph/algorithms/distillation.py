@@ -143,9 +143,15 @@ class GKDConfig(SamplingOptions, OverlapOptions):
             )
 
     def _check_teacher(self, run: RunLike) -> Iterator[str]:
-        for role, spec in run.roles.items():
-            if not role.startswith("teacher"):
-                continue
+        teachers = [role for role in run.roles if role.startswith("teacher")]
+        if self.gkd_logits_topk is None and len(teachers) > 1:
+            yield (
+                f"algorithm.gkd_logits_topk=null compares the whole vocabulary, for which the trainer holds the head "
+                f"of one teacher, and there are {len(teachers)} ({', '.join(teachers)}): set "
+                "algorithm.gkd_logits_topk=64, or keep one"
+            )
+        for role in teachers:
+            spec = run.roles[role]
             if self.gkd_logits_topk is None and not getattr(spec.config, "gives_hidden", False):
                 yield (
                     f"algorithm.gkd_logits_topk=null compares the whole vocabulary, and {role}={spec.name} gives top-K "

@@ -14,7 +14,7 @@ from rolegraph.algorithms.base import Algorithm
 from rolegraph.algorithms.config import GKDConfig
 from rolegraph.algorithms.grpo import RESPONSE_COLUMNS
 from rolegraph.algorithms.sft import warm_start
-from rolegraph.algorithms.teachers import Ask
+from rolegraph.algorithms.teachers import LARGE
 from rolegraph.batch import Batch
 from rolegraph.interfaces import Metrics, ORMRole, RolloutRole, TeacherRole, TrainRole
 from rolegraph.role import Role
@@ -44,7 +44,8 @@ class GKD(Algorithm):
         super().__init__(config, run)
         self.teachers = run.teachers
         self.phases = {**self.phases, **self.teachers.phases}
-        self.ask = Ask(config.gkd_logits_topk or 0, config.gkd_logits_topk is None, config.temperature)
+        topk = config.gkd_logits_topk
+        self.ask = self.teachers.asked(topk or 0, topk is None, config.temperature)
         self.batches = run.dataset.batches(config.global_batch_size, run.config.seed)
         self.ahead: dict[int, Batch] = {}
         """Dataset rows of steps that were passed over on the way to a later one."""
@@ -58,6 +59,7 @@ class GKD(Algorithm):
         telemetry, config = self.job.telemetry, self.config
         if config.note:
             telemetry.event(config.note)
+        self.teachers.assigned(self.job.dataset.rows)  # each row has its teacher, before any step is taken
         if config.warm_start is not None:
             await warm_start(self, self.train, config.warm_start, rows=config.global_batch_size)
         await self.introduce()
@@ -74,8 +76,9 @@ class GKD(Algorithm):
                 else:
                     rows, metrics = self.rows_of(step), {}
                 rows = await self.teachers.taught(self, rows, self.ask)
-                telemetry.samples(step, rows.drop(["teacher_hidden"]))
+                telemetry.samples(step, rows.drop(LARGE))
                 metrics |= await self.step(rows, on_policy=step in on_policy)
+                del rows  # or the store would hold hidden states of two steps
                 telemetry.step(step, metrics | {"on_policy": float(step in on_policy)})
 
     def generations(self, count: int) -> Generations:

@@ -14,7 +14,6 @@ from rolegraph.algorithms.ahead import Generations
 from rolegraph.algorithms.base import Algorithm
 from rolegraph.algorithms.config import GRPOConfig
 from rolegraph.algorithms.sft import warm_start
-from rolegraph.algorithms.teachers import Ask
 from rolegraph.batch import Batch
 from rolegraph.interfaces import Metrics, ORMRole, RolloutRole, TeacherRole, TrainRole
 from rolegraph.losses import advantages
@@ -51,7 +50,7 @@ class GRPO(Algorithm):
     def __init__(self, config: GRPOConfig, run: Run) -> None:
         super().__init__(config, run)
         self.loss = config.loss_spec()
-        self.teachers, self.ask = run.teachers, Ask(temperature=config.temperature)
+        self.teachers, self.ask = run.teachers, run.teachers.asked(0, False, config.temperature)
         self.phases = {**self.phases, **self.teachers.phases}
         self.prompts = run.dataset.batches(config.prompts_per_generation, run.config.seed)
         self.rounds = 0
@@ -62,6 +61,8 @@ class GRPO(Algorithm):
         telemetry, config = self.job.telemetry, self.config
         if config.warm_start is not None:
             await warm_start(self, self.train, config.warm_start, rows=config.global_batch_size)
+        if config.has_teacher:
+            self.teachers.assigned(self.job.dataset.rows)  # each row has its teacher, before any step is taken
         if self.teachers.own is not None:
             async with self.turn("teach"):
                 await self.teachers.introduce(self.train, self.ask)
@@ -113,7 +114,10 @@ class GRPO(Algorithm):
             if found >= wanted:
                 break
         everything, kept = Batch.concat(drawn), first_groups(Batch.concat(useful), wanted)
-        return kept, self.measure(everything, kept, len(drawn))
+        metrics = self.measure(everything, kept, len(drawn))
+        if self.config.has_teacher and self.teachers.own is None:
+            kept = await self.teachers.taught(self, kept, self.ask)
+        return kept, metrics
 
     async def draw(self, first_group: int) -> Batch:
         """Responses to the next prompts, with their rewards; prompts are numbered from `first_group`."""
@@ -124,8 +128,6 @@ class GRPO(Algorithm):
         self.rounds += 1
         async with self.turn("generate"):
             samples = await self.rollout.generate(prompts.with_columns({"group": numbers}), sampling)
-        if config.has_teacher and self.teachers.own is None:
-            samples = await self.teachers.taught(self, samples, self.ask)
         if self.orm is None:
             return samples.with_columns({"reward": np.zeros(len(samples))})
         async with self.turn("score"):

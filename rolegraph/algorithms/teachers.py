@@ -19,6 +19,8 @@ from rolegraph.turns import Phase
 ROWS_A_CALL = 64
 """Rows that a teacher scores in one call: what it returns for them is one object in the store for each of its ranks,
 and a reader of a few rows pulls no more than that."""
+LARGE = ("teacher_hidden", "teacher_ids", "teacher_logprobs")
+"""What a teacher gives that files of samples leave out: K numbers a token, and more."""
 KEY = "teacher_key"
 """The column that says which teacher a row has: the role `teacher_` and its value, or `teacher` where it is null."""
 
@@ -84,7 +86,12 @@ class Teachers:
     def phases(self) -> dict[str, Phase]:
         """The phases in which they work, whatever the names of their roles."""
         needs = {role: ("model",) for role, teacher in self.by_role.items() if not isinstance(teacher, SelfTeacher)}
-        return {"teacher": Phase(needs), "teacher_head": Phase({"train": ("model",), **needs})}
+        beside = Phase({"train": ("model",), **needs})
+        return {"teacher": Phase(needs), "teacher_head": beside, "teach": beside}
+
+    def asked(self, topk: int, hidden: bool, temperature: float) -> Ask:
+        """What to ask them for in a run at `temperature`: all of them tell logprobs of one temperature."""
+        return Ask(topk, hidden, temperature if self.temperature is None else self.temperature)
 
     @property
     def phase(self) -> str:
@@ -121,7 +128,7 @@ class Teachers:
                     "says which one a row has: add it (data.columns renames one), or keep one teacher"
                 )
             return {names[0]: np.arange(len(rows))}
-        wanted = [f"teacher_{key}" if key else "teacher" for key in rows[KEY].to_pylist()]
+        wanted = ["teacher" if key in (None, "") else f"teacher_{key}" for key in rows[KEY].to_pylist()]
         if unknown := next((name for name in wanted if name not in self.by_role), None):
             raise ConfigError(
                 f"row {rows['uid'][wanted.index(unknown)].as_py()} has {KEY}={unknown.removeprefix('teacher_')}, and "

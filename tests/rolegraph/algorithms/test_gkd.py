@@ -125,13 +125,43 @@ async def test_what_the_teacher_is_asked_and_what_the_loss_is_told() -> None:
     assert asked.train.steps[0][2] == 0.7
 
 
+async def test_teachers_of_which_one_knows_no_temperature_are_all_asked_for_the_one_it_has() -> None:
+    run = await world(temperature=0.7, teacher_temperature=1.0).run()
+    assert run.teacher.asked[0][3] == 1.0, "as the loss is told"
+    assert run.train.steps[0][1].kwargs["teacher_temperature"] == 1.0
+    assert run.train.steps[0][2] == 0.7
+    assert run.rollout.sampling[0].temperature == 0.7
+
+
+def test_a_phase_in_which_the_policy_and_others_teach_wakes_them_all() -> None:
+    own: Any = teachers.SelfTeacher(SelfTeacherConfig(), None)  # type: ignore[arg-type]
+    phases = Teachers({"teacher": own, "teacher_b": Teacher([], "teacher_b")}).phases  # type: ignore[dict-item]
+    assert phases["teach"].needs == {"train": ("model",), "teacher_b": ("model",)}
+    assert phases["teacher_head"].needs == phases["teach"].needs
+    assert phases["teacher"].needs == {"teacher_b": ("model",)}
+
+
+async def test_a_row_without_its_teacher_is_found_before_the_first_step() -> None:
+    run = world(teachers=["teacher", "teacher_b"], warm_start=WarmStartConfig(max_steps=2))
+    with pytest.raises(ConfigError, match="2 teachers take part"):
+        await run.run()
+    assert run.calls == []
+
+
 async def test_whole_vocabularies_need_the_head_once_and_hidden_states_each_step() -> None:
     run = await world(max_steps=2, gkd_logits_topk=None).run()
     assert run.calls[0] == "head of teacher"
     assert run.calls.count("head of teacher") == 1
     assert [(topk, hidden) for _, topk, hidden, _ in run.teacher.asked] == [(0, True)] * 2
     assert all("teacher_hidden" in batch for batch, *_ in run.train.steps)
-    assert all("teacher_hidden" not in batch for _, batch in run.telemetry.sampled), "no file holds hidden states"
+
+
+async def test_files_of_samples_hold_the_logprobs_of_the_tokens_and_nothing_larger_of_a_teacher() -> None:
+    for topk in (None, 16):
+        run = await world(gkd_logits_topk=topk).run()
+        ((_, batch),) = run.telemetry.sampled
+        found = {name for name in batch.column_names if name.startswith("teacher")}
+        assert found == {"teacher_token_logprobs"}
 
 
 async def test_the_policy_as_its_own_teacher_scores_after_it_has_drawn() -> None:
@@ -179,8 +209,10 @@ class EngineConfig:
     """A teacher that gives top-K logprobs of temperature 1."""
 
 
-def faults(teacher: Any = None, rollout: bool = True, **options: Any) -> list[str]:
+def faults(teacher: Any = None, rollout: bool = True, more: str = "", **options: Any) -> list[str]:
     roles = {"train": None, "teacher": Spec("a.VLLMTeacher", teacher or HuggingFaceTeacherConfig())}
+    if more:
+        roles[more] = Spec("a.HuggingFaceTeacher", HuggingFaceTeacherConfig())
     if rollout:
         roles["rollout"] = None
     return list(GKDConfig(**options).check(SimpleNamespace(roles=roles)))  # type: ignore[arg-type]
@@ -197,6 +229,11 @@ def faults(teacher: Any = None, rollout: bool = True, **options: Any) -> list[st
         (
             {"teacher": EngineConfig(), "gkd_logits_topk": 8, "topk_mode": "tail", "temperature": 0.9},
             "algorithm.topk_mode=tail at temperature=0.9 needs teacher logprobs at that temperature",
+        ),
+        (
+            {"more": "teacher_math"},
+            "algorithm.gkd_logits_topk=null compares the whole vocabulary, for which the trainer holds the head of one "
+            "teacher, and there are 2 (teacher, teacher_math)",
         ),
         ({"sft_alpha": 0.1}, "algorithm.sft_alpha=0.1 has no effect with lmbda=1"),
         ({"rollout": False}, "algorithm.lmbda=1 asks for samples: set rollout=vllm, or algorithm.lmbda=0"),
@@ -223,6 +260,7 @@ def test_illegal_combinations(options: dict[str, Any], message: str) -> None:
         {"lmbda": 0.0, "rollout": False},
         {"teacher": EngineConfig(), "gkd_logits_topk": 8, "temperature": 0.9},
         {"teacher": SelfTeacherConfig(weights="average")},
+        {"more": "teacher_math", "gkd_logits_topk": 8},
     ],
 )
 def test_legal_combinations(options: dict[str, Any]) -> None:

@@ -273,13 +273,22 @@ def taught(rewards: bool = True, **options: Any) -> World:
 
 async def test_a_teacher_scores_samples_beside_their_rewards() -> None:
     world = await taught().run()
-    once = ["generate", "teacher scores 4", "score", "step"]
+    once = ["generate", "score", "teacher scores 4", "step"]
     assert world.calls == ["sync 1", *once, "log 1", "sync 2", *once, "log 2"]
     (batch, loss, *_) = world.train.steps[0]
     assert "teacher_token_logprobs" in batch
     assert batch.numpy("advantage").tolist() == [0.5, -0.5, 1.0, -1.0], "rewards are compared as ever"
     assert loss.kwargs == {"teacher_kl_coef": 0.5}
     assert [(topk, hidden, at) for _, topk, hidden, at in world.teacher.asked] == [(0, False, 1.0)] * 2
+
+
+async def test_a_teacher_scores_no_sample_that_is_dropped() -> None:
+    world = taught(dynamic_sample=True)
+    world.orm.rewards = [[1.0, 0.0, 5.0, 5.0], [1.0, 1.0, 0.0, 2.0], [1.0, 0.0, 0.0, 2.0]]
+    await world.run()
+    assert world.calls.count("generate") == 3, "one group of the first round has no spread, and one of the second"
+    assert [len(batch) for batch, *_ in world.teacher.asked] == [4, 4]
+    assert world.trained("group") == [[0, 0, 3, 3], [0, 0, 1, 1]]
 
 
 async def test_a_teacher_without_rewards_and_groups_of_one() -> None:
