@@ -14,14 +14,14 @@ from typing import Any
 
 from rolegraph.config.model_rules import context_length, model_of, room
 from rolegraph.config.rules import settle
-from rolegraph.config.schema import RunConfig
+from rolegraph.config.schema import RunConfig, Spec
 from rolegraph.models.architecture import Architecture, UnknownArchitectureError, architecture, read_config
 from rolegraph.placement import Inventory, Plan, Slot
 from rolegraph.placement.memory import FULL_PRECISION, HEAD_BUDGET, USABLE, Copy, Engine, Holder, Trainer
 from rolegraph.placement.shares import is_teacher
 from rolegraph.turns import PHASES, Phase
 
-ORDER = ("generate", "logprobs", "ref_logprobs", "teacher", "train", "sync")
+ORDER = ("generate", "logprobs", "ref_logprobs", "teacher", "teach", "train", "sync")
 """The phases of a step that take memory, in their order."""
 GPU_STEP_TOKENS = 8192
 """Tokens of an engine step on GPUs where `max_num_batched_tokens` is not given."""
@@ -153,8 +153,14 @@ def _trainer(run: RunConfig, config: Any, sizes: Architecture, slot: Slot, width
         sequence_parallel=bool(config.uses_sequence_parallel),
         distributed_optimizer=bool(config.use_distributed_optimizer),
         reference=config.reference is not None,
+        average=any(getattr(spec.config, "weights", None) == "average" for spec in _bound(run)),
         recompute=config.megatron.get("recompute_granularity") == "full",
     )
+
+
+def _bound(run: RunConfig) -> list[Spec]:
+    """Roles that the trainer's actors play as well: the policy as its own teacher."""
+    return [spec for spec in run.roles.values() if getattr(spec.config, "binds", None) == "train"]
 
 
 def _engine(config: Any, sizes: Architecture, slot: Slot, width: int, longest: int, memory: int | None) -> Engine:
@@ -263,6 +269,7 @@ def _names(run: RunConfig, roles: Mapping[str, int], table: Mapping[str, Phase])
     skipped = {
         "logprobs": not getattr(options, "needs_logprobs", False),
         "ref_logprobs": not getattr(options, "needs_reference", False),
+        "teach": not _bound(run),
     }
     possible = [name for name in ORDER if set(table[name].roles) <= set(run.roles) and not skipped.get(name)]
     return [name for name in possible if set(table[name].roles) & set(roles)] or ["running"]
@@ -273,7 +280,7 @@ def _parts(holder: Holder, phase: str) -> dict[str, int]:
     if isinstance(holder, Trainer):
         stage = holder.largest_stage()
         found = holder.state(stage)
-        if phase in ("train", "running", "logprobs", "ref_logprobs"):
+        if phase in ("train", "running", "logprobs", "ref_logprobs", "teach"):
             found["activations"] = holder.activations(stage, backward=phase in ("train", "running"))
         return found
     parts = holder.parts()

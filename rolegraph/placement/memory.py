@@ -11,6 +11,7 @@ vocabulary padded to a multiple of t, on the first stage; the head, or a copy of
     optimizer    (8 + (4 if w = 2)) P / shards    two moments, and float32 weights beside bfloat16 ones; shards = d c
                                                   (t c d / e for experts) with a distributed optimizer, else 1
     reference    w P                              where reference weights are kept
+    average      4 P                              where a moving average of the weights teaches
     activations  w T (L A + 2 A + 2 h / s) + min(budget, 4 T V / t)
 
 T is the tokens of a micro-batch / c; L the layers of the stage times the micro-batches it has in flight (p - stage in
@@ -50,7 +51,8 @@ HEAD_BUDGET = 512 * 2**20
 """Bytes of softmax that the trainer's last stage keeps between forward and backward."""
 FULL_PRECISION = 4
 Parts = Mapping[str, int]
-"""Bytes of each part of a role's memory: weights, gradients, optimizer, reference, kv_cache, activations, workspace."""
+"""Bytes of each part of a role's memory: weights, gradients, optimizer, reference, average, kv_cache, activations,
+workspace."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class Trainer:
     sequence_parallel: bool = False
     distributed_optimizer: bool = True
     reference: bool = False
+    average: bool = False
     recompute: bool = False
 
     def parameters(self, stage: int) -> tuple[int, int]:
@@ -112,6 +115,8 @@ class Trainer:
         }
         if self.reference:
             found["reference"] = self.width * (dense + experts)
+        if self.average:
+            found["average"] = 4 * (dense + experts)
         return found
 
     def layer(self) -> float:

@@ -135,6 +135,20 @@ def test_a_teacher_on_several_ranks_is_cut(model: list[str]) -> None:
     assert found == pytest.approx(2 * PARAMETERS / 8, rel=0.01)
 
 
+def test_a_policy_that_teaches_itself_by_its_average_keeps_that(model: list[str]) -> None:
+    gkd = [*model, "algorithm=gkd", "teacher=self", "teacher.weights=average", "train.gpus=8", "rollout.gpus=8"]
+    (need,) = estimated([*gkd, "placement=colocate"], "1x8xH100-80G")[2].needs
+    assert [phase.name for phase in need.phases] == ["generate", "teach", "train", "sync"]
+    weights, average = (part(need, "teach", "train", name) for name in ("weights", "average"))
+    assert weights is not None
+    assert average == 2 * weights, "float32 beside bfloat16"
+    assert part(need, "generate", "train", "average") is None, "it leaves with the weights"
+    forward, backward = part(need, "teach", "train", "activations"), part(need, "train", "train", "activations")
+    assert forward is not None
+    assert backward is not None
+    assert forward < backward / 5
+
+
 def test_a_separate_role_never_steps_aside(model: list[str]) -> None:
     overrides = [*model, "placement=separate", "train.gpus=4", "rollout.gpus=4"]
     train, rollout = estimated(overrides, "1x8xH100-80G", offload_model=True, sleep_level=2)[2].needs
