@@ -65,11 +65,14 @@ class DistillLoss:
             missing = [name for name in ("teacher_ids", "teacher_logprobs") if name not in tokens.columns]
             if missing:
                 raise ValueError(f"the rows have no column {missing[0]}: the teacher has to score them with topk first")
+            ids, logprobs = in_vocabulary(
+                tokens.columns["teacher_ids"], tokens.columns["teacher_logprobs"], student.vocab_size
+            )
             return linear_topk_divergence(
                 student.hidden,
                 student.head,
-                tokens.columns["teacher_ids"].long(),
-                tokens.columns["teacher_logprobs"],
+                ids,
+                logprobs,
                 beta=self.beta,
                 temperature=student.temperature,
                 mode=self.topk_mode,
@@ -93,6 +96,21 @@ class DistillLoss:
             metrics=True,
             group=student.group,
         )
+
+
+def in_vocabulary(ids: Tensor, logprobs: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """A teacher's top-K [tokens, K] as a student of `vocab_size` ids can be compared with it.
+
+    A teacher of one tokenizer but a wider table may give probability to ids that the student does not have: those are
+    marked as not there (-1), and the others get the probability they have among the ids that both have, as far as the
+    top-K tell.
+    """
+    ids = ids.long()
+    beyond = ids >= vocab_size
+    if not bool(beyond.any()):
+        return ids, logprobs
+    lost = torch.where(beyond, logprobs.exp(), 0.0).sum(dim=-1, keepdim=True)
+    return ids.masked_fill(beyond, -1), logprobs - torch.log1p(-lost.clamp(max=1.0 - torch.finfo(lost.dtype).eps))
 
 
 def by_position(tokens: TokenBatch, values: Tensor) -> dict[str, Stat]:

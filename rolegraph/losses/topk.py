@@ -103,8 +103,8 @@ class Picks:
     """[tokens, K] bool, in this shard."""
     columns: Tensor
     """[tokens, K] counted from this shard's first common column, 0 where it is not owned."""
-    whole: bool
-    """K is the whole vocabulary: nothing is left for the tail."""
+    whole: Tensor
+    """[tokens] bool, the entries are the whole vocabulary: nothing is left for the tail."""
 
     @classmethod
     def of(cls, ids: Tensor, common: Common) -> Picks:
@@ -121,11 +121,11 @@ class Picks:
         if repeated:
             raise ValueError(f"{repeated} rows of teacher ids, row {int(twice.nonzero()[0])} first, name an id twice")
         owned = valid & (ids >= first) & (ids < first + common.columns)
-        return cls(valid, owned, torch.where(owned, ids - first, 0), ids.shape[1] == vocab_size)
+        return cls(valid, owned, torch.where(owned, ids - first, 0), valid.sum(dim=-1) == vocab_size)
 
     def part(self, rows: slice) -> Picks:
         """The same for some tokens."""
-        return Picks(self.valid[rows], self.owned[rows], self.columns[rows], self.whole)
+        return Picks(self.valid[rows], self.owned[rows], self.columns[rows], self.whole[rows])
 
     def take(self, logits: Tensor) -> Tensor:
         """[tokens, K] of this shard's [tokens, columns], 0 where another shard has the entry."""
@@ -162,10 +162,10 @@ def compare_topk(
         teacher = given * (options.teacher_temperature / options.temperature)
     else:
         least = torch.finfo(torch.float32).eps
-        rest = torch.zeros_like(mass) if picks.whole else (1.0 - mass).clamp(min=least)
+        rest = torch.where(picks.whole, 0.0, (1.0 - mass).clamp(min=least))
         teacher = torch.cat([given, rest.log()[:, None]], dim=-1)
         picked = torch.cat([picked, outside[:, None]], dim=-1)
-        valid = torch.cat([valid, torch.full_like(valid[:, :1], not picks.whole)], dim=-1)
+        valid = torch.cat([valid, ~picks.whole[:, None]], dim=-1)
     # A finite stand-in: its probability is 0, and rows without any entry stay free of NaN.
     lowest = torch.finfo(picked.dtype).min / 4
     student = torch.log_softmax(torch.where(valid, picked, lowest), dim=-1)

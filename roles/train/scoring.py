@@ -109,7 +109,7 @@ def _best_of_all(values: Tensor, ids: Tensor, topk: int, group: dist.ProcessGrou
     missing = topk - values.shape[1]
     if missing > 0:
         values = torch.nn.functional.pad(values, (0, missing), value=-torch.inf)
-        ids = torch.nn.functional.pad(ids, (0, missing))
+        ids = torch.nn.functional.pad(ids, (0, missing), value=-1)  # which marks entries that are not there
     everyone = torch.cat(_gathered(values, group), dim=1)
     names = torch.cat(_gathered(ids, group), dim=1)
     best, index = everyone.topk(topk, dim=-1)
