@@ -168,7 +168,7 @@ def fixed_size_rows(values: np.ndarray[Any, Any]) -> pa.FixedSizeListArray:
 
 def from_fixed_size_rows(array: pa.FixedSizeListArray) -> np.ndarray[Any, Any]:
     """[rows, width] of such a column, zero-copy."""
-    return np.asarray(array.flatten().to_numpy(zero_copy_only=True).reshape(len(array), -1))
+    return np.asarray(array.flatten().to_numpy(zero_copy_only=True).reshape(len(array), array.type.list_size))
 
 
 def list_lengths(array: pa.Array) -> np.ndarray[Any, Any]:

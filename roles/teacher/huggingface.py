@@ -75,7 +75,7 @@ class HuggingFaceTeacher(TeacherRole):
         from roles.train.microbatch import plan_microbatches
         from roles.train.teaching import score_columns, seen_by_teacher
 
-        rows = seen_by_teacher(batch)
+        rows = seen_by_teacher(batch, self._info.vocab_size)
         lengths = rows.ragged("prompt_ids").lengths + rows.ragged("response_ids").lengths
         limit = max(self.config.max_tokens_per_micro_batch, int(lengths.max(initial=0)))
         plan = plan_microbatches(lengths.tolist(), tokens_per=limit)

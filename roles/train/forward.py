@@ -79,7 +79,7 @@ class Forward:
     @torch.no_grad()
     def teach(self, batch: Batch, *, topk: int, hidden: bool, temperature: float) -> Batch:
         """The columns of `TeacherRole.score` for this rank's rows, from the weights the model has now."""
-        rows = seen_by_teacher(batch)
+        rows = seen_by_teacher(batch, self.computes.bridge.vocab_size)
         plan = self._plan(rows)
         self.computes.runs.eval()
         finish = partial(self._teach, topk=topk, hidden=hidden, temperature=temperature)

@@ -13,20 +13,35 @@ from torch import Tensor
 
 from rolegraph.batch import Batch
 from rolegraph.columns import Ragged, from_fixed_size_rows, to_array
-from rolegraph.errors import AlignmentError
+from rolegraph.errors import AlignmentError, RoleGraphError
 from rolegraph.interfaces import HeadInfo
 from rolegraph.losses.heads import Head
 from roles.train.scoring import TokenScores
 
 
-def seen_by_teacher(batch: Batch) -> Batch:
-    """The rows as the teacher reads them: `prompt_ids` are its own where a row brings `teacher_prompt_ids`."""
+def seen_by_teacher(batch: Batch, vocab_size: int | None = None) -> Batch:
+    """The rows as the teacher reads them: `prompt_ids` are its own where a row brings `teacher_prompt_ids`.
+
+    Raises RoleGraphError, naming the uid, for a token that its vocabulary does not have (null: who reads them checks).
+    """
     rows = batch.select([name for name in ("uid", "prompt_ids", "response_ids") if name in batch])
-    if "teacher_prompt_ids" not in batch:
+    if "teacher_prompt_ids" in batch:
+        own = batch["teacher_prompt_ids"]
+        prompts = pc.coalesce(own, batch["prompt_ids"].cast(own.type))
+        rows = rows.with_columns({"prompt_ids": prompts})
+    if vocab_size is None:
         return rows
-    own = batch["teacher_prompt_ids"]
-    prompts = pc.coalesce(own, batch["prompt_ids"].cast(own.type))
-    return rows.with_columns({"prompt_ids": prompts})
+    for name in ("prompt_ids", "response_ids"):
+        ids = rows.ragged(name)
+        if len(ids.values) and int(ids.values.max()) >= vocab_size:
+            first = int(np.argmax(ids.values >= vocab_size))
+            row = int(np.searchsorted(ids.offsets, first, side="right")) - 1
+            raise RoleGraphError(
+                f"row {rows['uid'][row].as_py() if 'uid' in rows else row}: token {int(ids.values[first])} in {name} "
+                f"is beyond the teacher's vocabulary of {vocab_size}: choose a teacher that has every token of the "
+                "policy"
+            )
+    return rows
 
 
 def score_columns(batch: Batch, parts: Sequence[tuple[Sequence[int], TokenScores]]) -> Batch:

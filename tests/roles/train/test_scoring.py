@@ -77,10 +77,16 @@ def _rank(rank: int, port: int, bounds: list[int], topk: int) -> None:
     shard = Shard(max(0, min(bounds[rank + 1], VOCABULARY) - bounds[rank]), bounds[rank], dist.group.WORLD)
     scores = score_tokens(hidden, lambda h: h @ own.T, labels, shard, topk=topk, keep_hidden=True, temperature=0.7)
     check(scores, 0.7, topk)
+    every = score_tokens(hidden, lambda h: h @ own.T, labels, shard, topk=VOCABULARY + 2)
+    assert every.ids is not None
+    assert every.logprobs is not None
+    assert every.ids.sort(-1).values.tolist() == [[-1, -1, *range(VOCABULARY)]] * len(labels)
+    assert bool(torch.isneginf(every.logprobs[every.ids < 0]).all())
     dist.destroy_process_group()
 
 
 @pytest.mark.slow
 def test_shards_of_unequal_sizes_agree_on_the_best_of_all() -> None:
-    # The second shard has fewer tokens than K, the third is padding alone.
+    # The second shard has fewer tokens than K, the third is padding alone. All together have fewer than a K beyond the
+    # vocabulary, and say so.
     mp.spawn(_rank, args=(free_port(), [0, 33, 40, 48], 6), nprocs=3)
