@@ -1,12 +1,20 @@
-"""What follows from a plan for the roles of a run."""
+"""What follows from plan and models for the roles of a run, before any of them starts."""
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from rolegraph.config import load
+from rolegraph.errors import ConfigError
+from rolegraph.models import tiny
 from rolegraph.placement import PlacementConfig, RoleRequest, plan
 from rolegraph.placement.clusters import cluster
-from rolegraph.wiring import backend_of
+from rolegraph.wiring import backend_of, with_models
 
 SHARED = PlacementConfig(colocate_groups=(("train", "rollout"),))
 
@@ -31,3 +39,55 @@ def test_weights_go_the_way_that_their_devices_allow(
 ) -> None:
     requests = [RoleRequest("train", **train), RoleRequest("rollout", is_spmd=False, **rollout)]
     assert backend_of(plan(cluster(nodes), requests, placement)) == expected
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("models") / "policy"
+    tiny.make(str(folder))
+    return str(folder)
+
+
+def another(policy: str, name: str, *, rename: str | None = None, more: str | None = None) -> str:
+    """A model with the policy's tokenizer, but for one token that is called otherwise, or one more; a wider table."""
+    folder = Path(policy).with_name(name)
+    shutil.copytree(policy, folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    if rename is not None:
+        vocab["renamed"] = vocab.pop(rename)
+    if more is not None:
+        tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": len(vocab) + 40, "content": more})
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 128}))
+    return str(folder)
+
+
+def distilled(*overrides: str) -> Any:
+    gkd = ["algorithm=gkd", "algorithm.gkd_logits_topk=8", "model=tiny", "data=arithmetic", "teacher=huggingface"]
+    return load([*gkd, *overrides]).run
+
+
+def test_a_teacher_with_another_tokenizer_is_refused_by_the_first_token_that_differs(policy: str) -> None:
+    words = json.loads(Path(policy, "tokenizer.json").read_text())["model"]["vocab"]
+    word, token = sorted(words.items(), key=lambda item: item[1])[70]
+    other = another(policy, "renamed", rename=word)
+    for role in ("teacher", "teacher_math"):
+        more = ["+teacher@teacher_math=huggingface"] if role != "teacher" else []
+        with pytest.raises(ConfigError) as caught:
+            with_models(distilled(*more, f"{role}.model={other}"), policy)
+        message = str(caught.value)
+        assert f"{role}.model={other} has another tokenizer than the policy" in message
+        assert f"token {token} is {word!r} for the policy and 'renamed' there" in message
+
+
+def test_a_teacher_with_the_same_tokenizer_and_a_wider_table_passes(policy: str) -> None:
+    for folder in (policy, another(policy, "wider"), another(policy, "more", more="<|image|>")):
+        run = with_models(distilled(f"teacher.model={folder}"), policy)
+        assert run.roles["teacher"].config.model == folder
+
+
+def test_roles_without_a_model_of_their_own_have_the_policys(policy: str) -> None:
+    run = with_models(distilled(), policy)
+    assert {run.roles[role].config.model for role in ("train", "rollout", "teacher")} == {policy}
