@@ -151,6 +151,7 @@ def run_case(case: Case, folder: Path, rank: int, port: int) -> dict[str, Any]:
         role.export_hf(str(folder / f"export-{case.name}"))
         return {
             "mesh": mesh,
+            "held": held(role._policy),
             "metrics": metrics,
             "first": first.table,
             "taught": taught.table,
@@ -163,6 +164,19 @@ def run_case(case: Case, folder: Path, rank: int, port: int) -> dict[str, Any]:
         }
     finally:
         role.teardown()
+
+
+def held(policy: Any) -> dict[str, int]:
+    """Bytes that a rank holds between two steps, by the names of the memory estimate."""
+    optimizers = getattr(policy.optimizer, "chained_optimizers", [policy.optimizer])
+    states = [state for part in optimizers for state in part.optimizer.state.values()]
+    buffers = [*policy.runs.buffers, *policy.runs.expert_parallel_buffers]
+    return {
+        "weights": sum(param.nbytes for param in policy.model.parameters()),
+        "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
+        "optimizer": sum(state[name].nbytes for state in states for name in ("exp_avg", "exp_avg_sq")),
+        "reference": sum(tensor.nbytes for tensor in policy.reference.values()),
+    }
 
 
 def part(batch: Batch, mesh: Mesh) -> Batch:

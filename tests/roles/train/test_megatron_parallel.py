@@ -14,6 +14,9 @@ import pyarrow as pa
 import pytest
 import torch
 
+from rolegraph.models import ModelConfig
+from rolegraph.models.architecture import architecture, read_config
+from rolegraph.placement.memory import Trainer
 from tests.models import make_checkpoint
 from tests.roles.train import megatron_workers as workers
 from tests.roles.train.megatron_workers import Case
@@ -145,6 +148,32 @@ def test_ranks_agree_and_count_globally(case: Case, runs: Any) -> None:
         assert 0.0 <= seen[0]["padding"] < 1.0
     assert ranks[0]["metrics"][3]["loss"] == 0.0
     assert ranks[0]["metrics"][3]["grad_norm"] == 0.0
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_the_memory_estimate_counts_what_ranks_hold(case: Case, runs: Any, folder: Path) -> None:
+    sizes = architecture(read_config(ModelConfig(path=str(folder / case.kind))))
+    estimated = Trainer(
+        sizes,
+        width=4,
+        tokens=1,
+        tensor=case.tp,
+        pipeline=case.pp,
+        data=case.dp,
+        expert=case.config.get("expert_model_parallel_size", 1),
+        vocabulary_multiple=case.tp,
+        distributed_optimizer=case.config.get("use_distributed_optimizer", True),
+        reference=True,
+    )
+    seen = [rank["held"] for rank in runs[case.name]]
+    expected = [estimated.state(rank["mesh"].pp_rank) for rank in runs[case.name]]
+    for held, counted in zip(seen, expected, strict=True):
+        assert held["weights"] == counted["weights"]
+        assert held["reference"] == counted["reference"]
+        # Buffers are filled up so that they divide over the data-parallel ranks.
+        assert counted["gradients"] <= held["gradients"] <= counted["gradients"] * 1.02 + 4096
+    # Each rank's part may end a few parameters sooner or later; together they hold all of it once.
+    assert sum(held["optimizer"] for held in seen) == sum(counted["optimizer"] for counted in expected)
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
