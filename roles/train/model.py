@@ -104,7 +104,8 @@ class Policy(Model):
         if self.average is None:
             self.average = {name: param.detach().float().clone() for name, param in weights.items()}
             return
-        torch._foreach_lerp_(list(self.average.values()), [weights[name].float() for name in self.average], 1.0 - decay)
+        for name, kept in self.average.items():  # one by one: in bfloat16 the new weights are copied to float32
+            kept.lerp_(weights[name].detach().float(), 1.0 - decay)
 
     @contextmanager
     def holding(self, weights: PolicyWeights) -> Iterator[None]:
@@ -112,16 +113,10 @@ class Policy(Model):
 
         Raises RoleGraphError where those are not kept.
         """
-        if weights == "current":
+        kept = self._kept(weights)
+        if kept is None:
             yield
             return
-        kept = self.reference if weights == "initial" else self.average
-        if kept is None:
-            raise RoleGraphError(
-                "no reference weights are kept: set train.reference=initial, or call save_reference() first"
-                if weights == "initial"
-                else "no average of the weights is kept: call average_weights() first"
-            )
         current = {name: param.data for name, param in self.model.named_parameters()}
         try:
             for name, param in self.model.named_parameters():
@@ -130,6 +125,30 @@ class Policy(Model):
         finally:
             for name, param in self.model.named_parameters():
                 param.data = current[name]
+
+    def head_of(self, weights: PolicyWeights) -> Tensor:
+        """The output weight of one of the sets, without gradient, in the type the model computes in; last stage only.
+
+        Raises RoleGraphError where that set is not kept.
+        """
+        head, kept = self.model.head(), self._kept(weights)
+        if kept is None:
+            return head.detach()
+        name = next(name for name, param in self.model.named_parameters() if param is head)
+        return kept[name].to(head.dtype)
+
+    def _kept(self, weights: PolicyWeights) -> dict[str, Tensor] | None:
+        """Null for the weights of now."""
+        if weights == "current":
+            return None
+        kept = self.reference if weights == "initial" else self.average
+        if kept is None:
+            raise RoleGraphError(
+                "no reference weights are kept: set train.reference=initial, or call save_reference() first"
+                if weights == "initial"
+                else "no average of the weights is kept: call average_weights() first"
+            )
+        return kept
 
 
 def build_policy(config: MegatronTrainConfig, context: RoleContext) -> Policy:

@@ -225,11 +225,10 @@ class Trainer(Forward):
                 "the rows have the teacher's hidden states, and nobody gave its head: use_teacher_head()"
             )
         if isinstance(own, str):
-            with self.policy.holding(own):
-                weight = self.policy.model.head().detach()
+            weight = self.policy.head_of(own)
             dtype = str(self.policy.dtype).removeprefix("torch.")
             own = TeacherHead(Head(weight), HeadInfo(self.policy.bridge.vocab_size, weight.shape[1], dtype))
-        rows = batch.take(micro.index).select(["uid", "response_ids", "teacher_hidden"]).fetch_sync()
+        rows = batch.select(["uid", "response_ids", "teacher_hidden"]).take(micro.index).fetch_sync()
         hidden = teacher_states(rows, own.info).to(self.policy.device)
         return States(hidden, own.head, own.info.vocab_size, temperature)
 
