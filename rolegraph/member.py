@@ -49,10 +49,11 @@ class Sent(Protocol):
 
 @dataclass
 class RaySent:
-    """A call to a Ray actor: a reference to its result, and one to the result's heavy columns where it has some."""
+    """A call to a Ray actor: a reference to its result, and where that has columns one to the heavy and one to the
+    streamed ones."""
 
     ref: ObjectRef[Any]
-    heavy: ObjectRef[Any] | None = None
+    columns: tuple[ObjectRef[Any], ObjectRef[Any]] | None = None
 
     @functools.cached_property
     def future(self) -> Future[Any]:
@@ -62,7 +63,7 @@ class RaySent:
 
     def decode(self, value: Any) -> Any:
         """The call's result, its heavy columns left in the object store."""
-        return value if self.heavy is None else decode_result(value, self.heavy)
+        return value if self.columns is None else decode_result(value, *self.columns)
 
 
 @dataclass(frozen=True)
@@ -167,13 +168,13 @@ class RayMember:
         method, has_heavy = self._methods[endpoint]
         payload, refs = encode_arguments(endpoint.name, args, kwargs)
         out = method(payload, *refs)
-        return RaySent(out[0], out[1]) if has_heavy else RaySent(out)
+        return RaySent(out[0], (out[1], out[2])) if has_heavy else RaySent(out)
 
     def _method(self, endpoint: AnyEndpoint) -> tuple[Callable[..., Any], bool]:
         lane = "queue" if endpoint.options.dispatch == "queue" else endpoint.options.lane
         has_heavy = returns_batch(endpoint)
         method = getattr(self.actor, lane)
-        return (method.options(num_returns=2) if has_heavy else method).remote, has_heavy
+        return (method.options(num_returns=3) if has_heavy else method).remote, has_heavy
 
     def locate(self) -> Sent:
         """Ask for the actor's `Place`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -18,14 +18,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Heavy:
-    """Stands in a result for a batch: its light part, and which of the result's heavy tables is its own."""
+    """Stands in a result for a batch: its light part, and which of the result's other tables are its own."""
 
     light: LightPart
     item: int
-    streamed: Mapping[str, Column]
+    streamed: pa.Schema
+    """Columns of the table at `item` among the streamed ones."""
+    away: Mapping[str, Column]
     """Columns that the actor had references to itself."""
 
 
+Tables = tuple[pa.Table, ...]
 Payload = tuple[str, tuple[Any, ...], dict[str, Any]]
 """An endpoint's name and its arguments, with parcels for the batches that are elsewhere."""
 
@@ -52,28 +55,40 @@ def decode_arguments(payload: Payload, objects: Sequence[Any]) -> tuple[tuple[An
     return _map(swap, args), _map(swap, kwargs)
 
 
-def encode_result(result: Any) -> tuple[Any, tuple[pa.Table, ...]]:
-    """A result without its heavy columns, and those."""
+def encode_result(result: Any) -> tuple[Any, Tables, Tables]:
+    """A result without its heavy columns, those, and the streamed ones (`columns.STREAMED`) apart from them.
+
+    These are an object of their own, for whoever is sent a column gets the whole object that it is in.
+    """
     tables: list[pa.Table] = []
+    large: list[pa.Table] = []
 
     def swap(value: Any) -> Any:
         if not isinstance(value, Batch):
             return value
-        here, streamed = value.parted()
+        here, away = value.parted()
         light, heavy = here.to_parts()
+        later = heavy.select([name for name in heavy.column_names if name in STREAMED])
+        heavy = heavy.drop_columns(later.column_names) if later.num_columns else heavy
         tables.append(heavy)
-        return Heavy(light, len(tables) - 1, streamed)
+        large.append(later)
+        return Heavy(replace(light, heavy=heavy.schema), len(tables) - 1, later.schema, away)
 
-    return _map(swap, result), tuple(tables)
+    encoded = _map(swap, result)
+    return encoded, tuple(tables), tuple(large) if any(table.num_columns for table in large) else ()
 
 
-def decode_result(result: Any, heavy: ObjectRef[Any]) -> Any:
-    """The result as the driver holds it: batches of light columns here and heavy ones behind `heavy`."""
+def decode_result(result: Any, heavy: ObjectRef[Any], streamed: ObjectRef[Any]) -> Any:
+    """The result as the driver holds it: batches of light columns here, the others behind `heavy` and `streamed`."""
 
     def swap(value: Any) -> Any:
         if not isinstance(value, Heavy):
             return value
-        return Batch.from_parts(value.light, heavy, value.item).with_away(value.streamed)
+        batch = Batch.from_parts(value.light, heavy, value.item).with_away(value.away)
+        if not len(value.streamed):
+            return batch
+        later = LightPart(pa.table({}), value.streamed, value.light.rows)
+        return batch.with_away(Batch.from_parts(later, streamed, value.item).parted()[1])
 
     return _map(swap, result)
 

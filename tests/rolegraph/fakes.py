@@ -112,7 +112,8 @@ class Fake(Role):
     def states(self, batch: Batch) -> Batch:
         """Large columns, as a teacher makes them."""
         lengths = batch.numpy("length")
-        return Batch.from_columns({"teacher_hidden": [np.full((n, 4), n, np.float32) for n in lengths]})
+        states = [np.full((n, 4), n, np.float32) for n in lengths]
+        return Batch.from_columns({"teacher_hidden": states, "teacher_token_logprobs": [[0.5] * n for n in lengths]})
 
     @endpoint(dispatch="slice", collect="flatten")
     def read_states(self, batch: Batch) -> list[tuple[bool, float]]:

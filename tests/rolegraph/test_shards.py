@@ -110,13 +110,32 @@ def test_an_actor_hands_streamed_columns_back_as_the_references_they_were() -> N
     store: Store = {}
     states = on_driver(Batch.from_columns({"teacher_hidden": [np.ones((2, 4), np.float32)] * 3}), store, (3,))
     rows = Batch.from_columns({"uid": ["a", "b", "c"], "text": ["x", "y", "z"]}).merge(states)
-    result, tables = encode_result(rows)
+    result, tables, streamed = encode_result(rows)
     assert [table.column_names for table in tables] == [["text"]]
-    back = decode_result(result, cast(Any, "object 9"))
+    assert streamed == ()
+    back = decode_result(result, cast(Any, "object 9"), cast(Any, "object 10"))
     assert back.column_names == ["uid", "text", "teacher_hidden"]
     refs = Refs()
     back.pack_into(refs)
     assert refs.refs == ["object 9", "object 0"]
+
+
+def test_streamed_columns_of_a_result_are_an_object_of_their_own() -> None:
+    logprobs, states = [[-1.0, -2.0], [-3.0]], [np.ones((2, 4), np.float32), np.ones((1, 4), np.float32)]
+    scored = Batch.from_columns({"teacher_token_logprobs": logprobs, "teacher_hidden": states})
+    plain = Batch.from_columns({"uid": ["a"], "text": ["x"]})
+    result, tables, streamed = encode_result((plain, scored))
+    assert [table.column_names for table in tables] == [["text"], ["teacher_token_logprobs"]]
+    assert [table.column_names for table in streamed] == [[], ["teacher_hidden"]]
+    _, back = decode_result(result, cast(Any, "heavy"), cast(Any, "streamed"))
+    payload, refs = encode_arguments("step", (back,), {})
+    assert refs == ["heavy"], "whoever needs the logprobs is not sent the states"
+    (batch,) = decode_arguments(payload, [tables])[0]
+    assert batch["teacher_token_logprobs"].to_pylist() == logprobs
+    read = Refs()
+    hidden = batch.slice(1, 2).select(["teacher_hidden"]).pack_into(read)
+    assert read.refs == ["streamed"]
+    assert Batch.unpacked(hidden, [streamed]).lists("teacher_hidden")[0].tolist() == [[1.0] * 4]
 
 
 def test_two_batches_of_one_call_send_a_shared_shard_once() -> None:
