@@ -9,7 +9,8 @@ import importlib
 import sys
 import time
 
-BENCHMARKS = ("core", "planning", "overlap", "logprob", "divergence", "train_step", "grpo", "quickstart", "startup")
+BENCHMARKS = ("core", "planning", "overlap", "logprob", "divergence", "train_step", "grpo", "gkd")
+BENCHMARKS += ("quickstart", "startup")
 
 
 def main(names: list[str]) -> None:
