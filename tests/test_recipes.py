@@ -30,9 +30,9 @@ PLANNED: dict[str, dict[tuple[str, ...], tuple[str, ...]]] = {
         ("train", "rollout"): ("generate", "train", "sync"),
         ("teacher",): ("teacher",),
     },
-    "opsd": {("train", "rollout"): ("generate", "train", "sync")},
+    "opsd": {("train", "rollout"): ("generate", "teach", "train", "sync")},
     "opd_rl": {("train", "rollout", "teacher"): IN_TURN},
-    "opsd_tiny": {("train", "rollout"): ("generate", "train", "sync")},
+    "opsd_tiny": {("train", "rollout"): ("generate", "teach", "train", "sync")},
     "gkd_smollm2": {("train", "rollout", "teacher"): IN_TURN},
     "grpo_smollm2": {("train", "rollout"): ("generate", "train", "sync")},
 }

@@ -59,6 +59,7 @@ class FakeEngine:
             request_id=key,
             new_token_ids=[7],
             # The sampled token's logprob, then those of likelier ones.
+            new_prompt_logprobs_tensors=None,
             new_logprobs=SimpleNamespace(logprobs=np.array([[-0.5, -0.25]], dtype=np.float32)),
             finish_reason="length" if len(tokens) == self.steps else None,
         )
