@@ -18,7 +18,7 @@ from rolegraph.config.schema import RunConfig, Spec
 from rolegraph.models.architecture import Architecture, UnknownArchitectureError, architecture, read_config
 from rolegraph.placement import Inventory, Plan, Slot
 from rolegraph.placement.memory import FULL_PRECISION, HEAD_BUDGET, USABLE, Copy, Engine, Holder, Trainer
-from rolegraph.placement.shares import is_teacher
+from rolegraph.role import is_teacher
 from rolegraph.turns import PHASES, Phase
 
 ORDER = ("generate", "logprobs", "ref_logprobs", "teacher", "teach", "train", "sync")

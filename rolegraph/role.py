@@ -93,6 +93,11 @@ class RoleContext:
     exp_name: str = "rolegraph"
 
 
+def is_teacher(role: str) -> bool:
+    """Whether a role of this name teaches: a run may have several, `teacher_math` beside `teacher`."""
+    return role == "teacher" or role.startswith("teacher_")
+
+
 @dataclass(frozen=True)
 class EndpointOptions:
     """How a call on the group becomes calls on its actors; see `endpoint`."""

@@ -12,7 +12,7 @@ from rolegraph.errors import ConfigError
 from rolegraph.graph import RoleGraph
 from rolegraph.models import ModelConfig, ensure
 from rolegraph.placement import Plan
-from rolegraph.placement.shares import is_teacher
+from rolegraph.role import is_teacher
 from rolegraph.weights import WeightSync
 
 

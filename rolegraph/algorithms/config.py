@@ -12,6 +12,7 @@ from rolegraph.algorithms.distillation import GKDConfig, SelfTeacherConfig
 from rolegraph.algorithms.options import Needs, OverlapOptions, SamplingOptions, WarmStartConfig
 from rolegraph.interfaces import LossSpec
 from rolegraph.losses.config import PolicyLossConfig, PolicyOptions, changed
+from rolegraph.role import is_teacher
 
 __all__ = ["GKDConfig", "GRPOConfig", "Needs", "PTConfig", "SFTConfig", "SelfTeacherConfig", "WarmStartConfig"]
 
@@ -213,7 +214,7 @@ class GRPOConfig(PolicyOptions, SamplingOptions, OverlapOptions):
         """A teacher and its coefficient come together; rewards may stay away only with them."""
         if roles is None:
             return
-        teachers = [role for role in roles if role.startswith("teacher")]
+        teachers = [role for role in roles if is_teacher(role)]
         if self.has_teacher and not teachers:
             yield "algorithm.teacher_kl_coef needs a teacher: choose one with teacher=NAME (or self), or set it to 0"
         if teachers and not self.has_teacher:

@@ -11,6 +11,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from rolegraph.algorithms.options import Needs, OverlapOptions, SamplingOptions, WarmStartConfig
 from rolegraph.interfaces import LossSpec, PolicyWeights
 from rolegraph.losses.config import beta_near_end
+from rolegraph.role import is_teacher
 
 DISTILL_LOSS = "rolegraph.losses.distill.DistillLoss"
 
@@ -143,7 +144,7 @@ class GKDConfig(SamplingOptions, OverlapOptions):
             )
 
     def _check_teacher(self, run: RunLike) -> Iterator[str]:
-        teachers = [role for role in run.roles if role.startswith("teacher")]
+        teachers = [role for role in run.roles if is_teacher(role)]
         if self.gkd_logits_topk is None and len(teachers) > 1:
             yield (
                 f"algorithm.gkd_logits_topk=null compares the whole vocabulary, for which the trainer holds the head "

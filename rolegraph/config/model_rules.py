@@ -9,6 +9,7 @@ from typing import Any
 from rolegraph.config.schema import RunConfig
 from rolegraph.models.architecture import UnknownArchitectureError, positions, read_config
 from rolegraph.models.config import ModelConfig
+from rolegraph.role import is_teacher
 
 
 def model_of(run: RunConfig, role: str) -> ModelConfig:
@@ -51,7 +52,7 @@ def room(run: RunConfig, role: str) -> Room | None:
     data, longest = run.data, getattr(run.algorithm.config, "max_completion_length", None)
     completion = None if longest is None else ("algorithm.max_completion_length", int(longest))
     prompt = ("data.max_length", data.max_length)
-    if role != "teacher" and not role.startswith("teacher_"):
+    if not is_teacher(role):
         return None if completion is None else Room((prompt, completion))
     drawn = getattr(run.roles[role].config, "drawn_tokens", 0)
     sequences: list[tuple[tuple[str, int], ...]] = [(prompt,)]

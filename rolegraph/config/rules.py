@@ -19,6 +19,7 @@ from rolegraph.config.targets import fields_in_source
 from rolegraph.config.turn_rules import algorithm_roles, needs_sleep_mode, turns_make_room
 from rolegraph.placement import Plan, requests
 from rolegraph.placement.memory import USABLE
+from rolegraph.role import is_teacher
 
 LATER: dict[tuple[str, ...], str] = {
     ("resume",): "resuming from a checkpoint",
@@ -216,7 +217,7 @@ def overlap_has_devices(run: RunConfig) -> Iterator[str]:
         return
     for group in run.placement.sharing(run.roles):
         busy = next((role for role in ("train", "rollout") if role in group), None)
-        waits = [role for role in group if role == busy or (busy == "train" and role.startswith("teacher"))]
+        waits = [role for role in group if role == busy or (busy == "train" and is_teacher(role))]
         others = " and ".join(role for role in dict.fromkeys(group) if role not in waits)
         if busy and others:
             what = "while train does" if busy == "train" else "at its pace, while weights come to rollout"

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Iterator
 
 from rolegraph.config.schema import RunConfig
-from rolegraph.placement.shares import is_teacher
+from rolegraph.role import is_teacher
 
 
 def algorithm_roles(target: str) -> tuple[dict[str, tuple[type, bool]], dict[str, type]]:

@@ -12,11 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rolegraph.placement.types import PlacementConfig
-
-
-def is_teacher(role: str) -> bool:
-    """Whether a role of this name teaches: a run may have several, `teacher_math` beside `teacher`."""
-    return role == "teacher" or role.startswith("teacher_")
+from rolegraph.role import is_teacher
 
 
 def steps_aside(role: str, placement: PlacementConfig) -> bool:
