@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Self
 
+from rolegraph.algorithms.base import Algorithm
 from rolegraph.algorithms.metrics import of_versions
 from rolegraph.batch import Batch
 from rolegraph.interfaces import Metrics
@@ -48,6 +49,13 @@ class Generations:
         self._maker: asyncio.Task[None] | None = None
         self._made: asyncio.Queue[Generation] = asyncio.Queue()
         self._changed = asyncio.Event()
+
+    @classmethod
+    def of(cls, algorithm: Algorithm, make: Callable[[], Awaitable[Generation]], count: int) -> Self:
+        """Those of an algorithm whose config has `max_staleness`; what it waits for them is its phase `wait`."""
+        telemetry = algorithm.job.telemetry
+        staleness = Staleness(algorithm.config.max_staleness)
+        return cls(make, staleness, count, wait=lambda: telemetry.phase("wait", "train"))
 
     def synced(self, version: int) -> None:
         """The engines have the weights of this version now."""

@@ -18,7 +18,6 @@ from rolegraph.algorithms.teachers import LARGE
 from rolegraph.batch import Batch
 from rolegraph.interfaces import Metrics, ORMRole, RolloutRole, TeacherRole, TrainRole
 from rolegraph.role import Role
-from rolegraph.staleness import Staleness
 
 if TYPE_CHECKING:
     from rolegraph.run import Run
@@ -68,7 +67,7 @@ class GKD(Algorithm):
         seed = self.job.config.seed
         self.own = [step for step in range(1, steps + 1) if is_on_policy(config.lmbda, seed, step)]
         on_policy = frozenset(self.own)
-        async with self.generations(len(self.own)) as generations:
+        async with Generations.of(self, self.sample, len(self.own)) as generations:
             for step in range(1, steps + 1):
                 if step in on_policy:
                     generations.synced(await self.sync())
@@ -80,12 +79,6 @@ class GKD(Algorithm):
                 metrics |= await self.step(rows, on_policy=step in on_policy)
                 del rows  # or the store would hold hidden states of two steps
                 telemetry.step(step, metrics | {"on_policy": float(step in on_policy)})
-
-    def generations(self, count: int) -> Generations:
-        """The student's samples for `count` steps, made in turn, or ahead of training within `max_staleness`."""
-        telemetry = self.job.telemetry
-        staleness = Staleness(self.config.max_staleness)
-        return Generations(self.sample, staleness, count, wait=lambda: telemetry.phase("wait", "train"))
 
     async def sample(self) -> tuple[Batch, Metrics]:
         """The student's responses to the prompts of its next step, scored where the teacher does not change."""

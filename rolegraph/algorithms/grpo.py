@@ -18,7 +18,6 @@ from rolegraph.batch import Batch
 from rolegraph.interfaces import Metrics, ORMRole, RolloutRole, TeacherRole, TrainRole
 from rolegraph.losses import advantages
 from rolegraph.role import Role
-from rolegraph.staleness import Staleness
 
 if TYPE_CHECKING:
     from rolegraph.run import Run
@@ -68,7 +67,10 @@ class GRPO(Algorithm):
                 await self.teachers.introduce(self.train, self.ask)
         steps, step = self.steps(config.prompts_per_generation / config.steps_per_batch), 0
         telemetry.stage("grpo", steps)
-        async with self.generations(math.ceil(steps / config.steps_per_batch)) as generations:
+        if config.staleness_note:
+            telemetry.event(config.staleness_note)
+        count = math.ceil(steps / config.steps_per_batch)
+        async with Generations.of(self, self.sample, count) as generations:
             while step < steps:
                 generations.synced(await self.sync())
                 samples, metrics = await generations.take()
@@ -82,14 +84,6 @@ class GRPO(Algorithm):
                     metrics = {}
                     if step == steps:
                         break
-
-    def generations(self, count: int) -> Generations:
-        """The samples of `count` generations, made in turn, or ahead of training within `max_staleness`."""
-        config, telemetry = self.config, self.job.telemetry
-        if config.staleness_note:
-            telemetry.event(config.staleness_note)
-        staleness = Staleness(config.max_staleness)
-        return Generations(self.sample, staleness, count, wait=lambda: telemetry.phase("wait", "train"))
 
     async def sample(self) -> tuple[Batch, Metrics]:
         """The samples of a generation whose rewards are there, and what was drawn for them.

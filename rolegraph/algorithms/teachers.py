@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import numpy as np
 
@@ -34,13 +34,6 @@ class Ask:
     temperature: float = 1.0
 
 
-class Scorer(Protocol):
-    """A teacher as `Teachers` sees it: a role's handle, or the policy as its own teacher."""
-
-    def score(self, batch: Batch, *, topk: int, hidden: bool, temperature: float) -> Awaitable[Batch]:
-        """See `TeacherRole.score`."""
-
-
 class SelfTeacher:
     """The policy as its own teacher: no role of its own, but weights that the train role keeps."""
 
@@ -54,13 +47,8 @@ class SelfTeacher:
         """See `TeacherRole.score`."""
         return self.train.teach(batch, weights=self.config.weights, topk=topk, hidden=hidden, temperature=temperature)
 
-    async def begin(self) -> None:
-        """Start the average where one is kept."""
-        if self.config.weights == "average":
-            await self.train.average_weights(self.config.decay)
-
     async def follow(self) -> None:
-        """Take an optimizer step into account."""
+        """Take the weights of now into the average, where one is kept; the first call begins it."""
         if self.config.weights == "average":
             await self.train.average_weights(self.config.decay)
 
@@ -139,8 +127,7 @@ class Teachers:
         return {role: np.flatnonzero(every == role) for role in dict.fromkeys(wanted)}
 
     async def _call(self, role: str, rows: Batch, ask: Ask) -> Batch:
-        temperature = self.temperature or ask.temperature
-        return await self.by_role[role].score(rows, topk=ask.topk, hidden=ask.hidden, temperature=temperature)
+        return await self.by_role[role].score(rows, topk=ask.topk, hidden=ask.hidden, temperature=ask.temperature)
 
     async def taught(self, algorithm: Algorithm, rows: Batch, ask: Ask) -> Batch:
         """`score` in its turn; rows that have a teacher's columns already stay as they are."""
@@ -151,9 +138,8 @@ class Teachers:
 
     async def introduce(self, train: TrainRole, ask: Ask) -> None:
         """Before the first step: what the trainer has to know about the teacher."""
-        own = self.own
-        if own is not None:
-            await own.begin()
+        if self.own is not None:
+            await self.own.follow()
         if not ask.hidden:
             return
         if len(self.by_role) > 1:
