@@ -7,16 +7,14 @@ steps after the first; the first step's time includes the start.
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from rolegraph.models import ModelConfig, ensure
-from rolegraph.telemetry import read_metrics
 from tests.benchmarks.grpo import prompts_file
-from tests.benchmarks.measure import median, run, show
+from tests.benchmarks.measure import figures_of, figures_told, median, run, show
 
 ROWS, MAX_TOKENS, STEPS = 4, 48, 5
 PHASES = ("generate", "teacher", "train", "sync", "other")
@@ -34,23 +32,14 @@ def ours(student: str, teacher: str, prompts: Path, folder: Path) -> dict[str, A
             *(f"max_steps={STEPS}", f"output_dir={folder / 'ours'}"),
         ]
     )
-    rows = read_metrics(folder / "ours" / "metrics.jsonl")
-    steps = rows[1:]
-    found = {phase: median([row.get(f"seconds/{phase}", 0.0) for row in steps]) for phase in PHASES}
-    return found | {
-        "step": median([row["seconds/step"] for row in steps]),
-        "tokens": median([row["response_length/mean"] * row["rows"] for row in steps]),
-        "first": rows[0]["time"],
-        "peak_mib": finished.peak_mib,
-    }
+    return figures_of(folder / "ours", PHASES, finished)
 
 
 def trl(trainer: str, student: str, teacher: str, prompts: Path) -> dict[str, Any]:
     """Run one of TRL's trainers in a process of its own."""
     sizes = (str(ROWS), str(MAX_TOKENS), str(STEPS))
     finished = run([sys.executable, "-m", "tests.benchmarks.trl_gkd", trainer, student, teacher, str(prompts), *sizes])
-    line = next(line for line in finished.output.splitlines() if line.startswith("FIGURES "))
-    figures = json.loads(line.removeprefix("FIGURES "))
+    figures = figures_told(finished)
     return {
         "step": median(figures["step_s"]),
         "generate": median(figures["generate_s"]),

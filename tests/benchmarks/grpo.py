@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rolegraph.models import ModelConfig, ensure
-from rolegraph.telemetry import read_metrics
-from tests.benchmarks.measure import median, run, show
+from tests.benchmarks.measure import figures_of, figures_told, median, run, show
 
 REWARD = '''"""The reward of both sides: it costs nothing and differs within a group."""
 
@@ -73,23 +72,14 @@ def ours(case: Case, model: str, prompts: Path, folder: Path) -> dict[str, Any]:
             *(f"max_steps={case.steps}", f"output_dir={folder / 'ours'}"),
         ]
     )
-    rows = read_metrics(folder / "ours" / "metrics.jsonl")
-    steps = rows[1:]
-    found = {phase: median([row.get(f"seconds/{phase}", 0.0) for row in steps]) for phase in PHASES}
-    return found | {
-        "step": median([row["seconds/step"] for row in steps]),
-        "tokens": median([row["response_length/mean"] * row["rows"] for row in steps]),
-        "first": rows[0]["time"],
-        "peak_mib": finished.peak_mib,
-    }
+    return figures_of(folder / "ours", PHASES, finished)
 
 
 def trl(case: Case, model: str, prompts: Path) -> dict[str, Any]:
     """Run TRL's trainer in a process of its own."""
     sizes = (str(case.prompts), str(case.generations), str(case.max_tokens), str(case.steps))
     finished = run([sys.executable, "-m", "tests.benchmarks.trl_grpo", model, str(prompts), *sizes])
-    line = next(line for line in finished.output.splitlines() if line.startswith("FIGURES "))
-    figures = json.loads(line.removeprefix("FIGURES "))
+    figures = figures_told(finished)
     return {
         "step": median(figures["step_s"]),
         "tokens": median(figures["response_tokens"]),

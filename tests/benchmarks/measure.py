@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import resource
 import statistics
 import subprocess
@@ -15,6 +16,8 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 from rich.table import Table
+
+from rolegraph.telemetry import read_metrics
 
 SAMPLE_EVERY_S = 0.5
 
@@ -94,6 +97,26 @@ def run(command: Sequence[str], *, timeout_s: float = 1200.0, cwd: Path | None =
 def median(values: Sequence[float]) -> float:
     """The middle value, 0 for none."""
     return statistics.median(values) if values else 0.0
+
+
+def figures_of(run_dir: Path, phases: Sequence[str], finished: Finished) -> dict[str, float]:
+    """What a run of ours says of its steps after the first: seconds by phase and in all, tokens; and of its start."""
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    steps = rows[1:]
+    found = {phase: median([row.get(f"seconds/{phase}", 0.0) for row in steps]) for phase in phases}
+    return found | {
+        "step": median([row["seconds/step"] for row in steps]),
+        "tokens": median([row["response_length/mean"] * row["rows"] for row in steps]),
+        "first": rows[0]["time"],
+        "peak_mib": finished.peak_mib,
+    }
+
+
+def figures_told(finished: Finished) -> dict[str, list[float]]:
+    """The figures that a trainer of TRL's prints in a line of its own."""
+    line = next(line for line in finished.output.splitlines() if line.startswith("FIGURES "))
+    figures: dict[str, list[float]] = json.loads(line.removeprefix("FIGURES "))
+    return figures
 
 
 def show(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
