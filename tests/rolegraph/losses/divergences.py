@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from rolegraph.losses.divergence import Head
 
@@ -108,19 +106,3 @@ def topk_reference(
     outside = torch.logsumexp(student.scatter(1, ids, -torch.inf), -1, keepdim=True)
     rest = torch.log1p(-given.exp().sum(-1, keepdim=True))
     return reference(torch.cat([picked, outside], -1), torch.cat([given, rest], -1), beta)
-
-
-def peak_bytes(run: Callable[[], object]) -> int:
-    """The most bytes of tensors alive at once that `run` allocated."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
-    changes = sorted(
-        (event.start_ns(), event.nbytes())
-        for event in profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
-        if event.name() == "[memory]"
-    )
-    alive = peak = 0
-    for _, change in changes:
-        alive += change
-        peak = max(peak, alive)
-    return peak

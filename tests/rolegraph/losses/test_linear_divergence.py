@@ -15,7 +15,8 @@ from torch import Tensor
 
 from rolegraph.losses import comparison, projection
 from rolegraph.losses.divergence import Divergence, Head, generalized_jsd, linear_generalized_jsd
-from tests.rolegraph.losses.divergences import BETAS, Case, apply, full, make_case, peak_bytes
+from tests.memory import peak_bytes
+from tests.rolegraph.losses.divergences import BETAS, Case, apply, full, make_case
 
 VOCAB = 300
 
@@ -30,7 +31,9 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     projection.release_buffers()
 
 
-def run(case: Case, *, beta: float = 0.3, chunk_size: int | None = 10, metrics: bool = False) -> Divergence:
+def run(
+    case: Case, *, beta: float = 0.3, chunk_size: int | None = 10, metrics: bool = False, vocab_size: int | None = VOCAB
+) -> Divergence:
     return linear_generalized_jsd(
         case.hidden,
         case.weight,
@@ -39,7 +42,7 @@ def run(case: Case, *, beta: float = 0.3, chunk_size: int | None = 10, metrics: 
         beta=beta,
         temperature=0.7,
         weights=case.weights,
-        vocab_size=VOCAB,
+        vocab_size=vocab_size,
         chunk_size=chunk_size,
         metrics=metrics,
     )
@@ -356,17 +359,7 @@ def test_tensor_parallel_shards_equal_the_whole(tmp_path: Path) -> None:
         for number, (*_, vocab) in enumerate(SHARDED):
             for beta in (0.0, 0.3, 1.0):
                 case = make_case(dtype=torch.float64)
-                whole = linear_generalized_jsd(
-                    case.hidden,
-                    case.weight,
-                    case.teacher_hidden,
-                    case.teacher_weight,
-                    beta=beta,
-                    temperature=0.7,
-                    weights=case.weights,
-                    vocab_size=vocab,
-                    metrics=True,
-                )
+                whole = run(case, beta=beta, chunk_size=None, metrics=True, vocab_size=vocab)
                 hidden, weight = torch.autograd.grad(whole.loss, case.leaves)
                 loss, values, metrics, found_hidden, found_weight = found.pop(0)
                 torch.testing.assert_close((loss, values), (whole.loss.detach(), whole.values))

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from rolegraph.losses import projection
 from rolegraph.losses.divergence import Head, TopkMode, generalized_jsd, linear_topk_divergence, topk_divergence
+from tests.memory import peak_bytes
 from tests.rolegraph.losses.divergences import (
     BETAS,
     Case,
     apply,
     full,
     make_case,
-    peak_bytes,
     teacher_topk,
     topk_reference,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from rolegraph.losses import projection
 from roles.train import logprob
 from roles.train.logprob import linear_logprobs
+from tests.memory import peak_bytes
 
 ALL, HALF, NOTHING = 2**30, 40_000, 0
 """Budgets that keep the whole softmax, some blocks of it, none of it."""
@@ -165,22 +165,6 @@ def test_refuses_temperature(temperature: float) -> None:
     case = make_case()
     with pytest.raises(ValueError, match="temperature is"):
         linear_logprobs(case.hidden, case.weight, case.labels, temperature=temperature)
-
-
-def peak_bytes(run: Callable[[], object]) -> int:
-    """The most bytes of tensors alive at once that `run` allocated."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
-    changes = sorted(
-        (event.start_ns(), event.nbytes())
-        for event in profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
-        if event.name() == "[memory]"
-    )
-    alive = peak = 0
-    for _, change in changes:
-        alive += change
-        peak = max(peak, alive)
-    return peak
 
 
 @pytest.mark.parametrize("entropy", [False, True])
