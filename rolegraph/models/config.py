@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from rolegraph.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -32,3 +34,10 @@ class ModelConfig:
         if self.revision is not None and self.path is None:
             found.append("model.revision is for a model.path on the hub: remove it")
         return found
+
+
+def folder_of(model: str | ModelConfig | None, role: str) -> str:
+    """The Hugging Face folder or name of a role's model; ConfigError before the run has found it."""
+    if not isinstance(model, str):
+        raise ConfigError(f"{role}.model is not set: give a Hugging Face folder")
+    return model

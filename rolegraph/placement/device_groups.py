@@ -21,12 +21,14 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 NPROC = "nproc_per_node"
 FIELDS = ("device", "ranks", "workers")
 DEFAULT = "default"
 """The worker that is the train role of a plain pt or sft run."""
+T = TypeVar("T")
+
 _DEVICES: dict[str, Literal["cuda", "cpu"]] = {"GPU": "cuda", "CPU": "cpu"}
 _OTHER_DEVICES = ("NPU", "TPU", "XPU", "HPU", "MLU", "RBLN", "NEURON_CORES")
 """What Ray can hand out and nothing here can compute on."""
@@ -186,11 +188,8 @@ class _Reader:
             self._fault((name, "workers"), f"group {name} is empty: name the roles that run on its devices")
             return None
         for worker in value:
-            if worker in self._group_of_worker:
-                other = self._group_of_worker[worker]
-                where = "twice in this group" if other == name else f"in group {other} already"
+            if where := _taken(self._group_of_worker, worker, name):
                 self._fault((name, "workers"), f"`{worker}` is {where}: a worker is in one group, once")
-            self._group_of_worker.setdefault(worker, name)
         return tuple(value)
 
     def _device(self, name: str, value: Any) -> Literal["cuda", "cpu"] | None:
@@ -216,13 +215,18 @@ class _Reader:
             return None
         devices = tuple(range(self._last + 1, self._last + 1 + parsed)) if isinstance(parsed, int) else parsed
         for device in devices:
-            if device in self._group_of_device:
-                other = self._group_of_device[device]
-                where = "twice in this group" if other == name else f"in group {other} already"
+            if where := _taken(self._group_of_device, device, name):
                 self._fault((name, "ranks"), f"device {device} is {where}: a device is in one group, once")
-            self._group_of_device.setdefault(device, name)
         self._last = max(devices)
         return devices
+
+
+def _taken(group_of: dict[T, str], item: T, name: str) -> str | None:
+    """Enter an item into group `name`; in words where it is already, null where it is in none."""
+    if item in group_of:
+        return "twice in this group" if group_of[item] == name else f"in group {group_of[item]} already"
+    group_of[item] = name
+    return None
 
 
 def parse_ranks(value: Any) -> int | tuple[int, ...]:

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from rolegraph.errors import ConfigError
-from rolegraph.models.config import ModelConfig
+from rolegraph.models.config import ModelConfig, folder_of
 
 if TYPE_CHECKING:
     from rolegraph.config.schema import RunConfig
@@ -70,9 +69,7 @@ class VLLMEngineConfig:
     @property
     def folder(self) -> str:
         """The Hugging Face folder or name, once the run has found the model; raises ConfigError before that."""
-        if not isinstance(self.model, str):
-            raise ConfigError(f"{self.node}.model: no model was given and none was derived from model.path")
-        return self.model
+        return folder_of(self.model, self.node)
 
     def engine_values(self) -> dict[str, Any]:
         """Engine arguments of this kind of role."""

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from rolegraph.errors import ConfigError
-from rolegraph.models.config import ModelConfig
+from rolegraph.models.config import ModelConfig, folder_of
 from roles.rollout.config import VLLMEngineConfig
 from roles.train.config import MegatronModelConfig
 
@@ -20,6 +19,17 @@ STEP_TOKENS = 2048
 """Tokens of an engine's step on a GPU, unless `engine_kwargs` says otherwise. Prompt logprobs take a few float32
 logits for each token of a step over the whole vocabulary, which vLLM does not count when it sizes its KV cache: 1.2
 GiB for a vocabulary of 150,000, each."""
+
+
+def _role_of(config: Any, run: RunConfig) -> str:
+    """The role that has this config: a run may have several teachers."""
+    return next((role for role, spec in run.roles.items() if spec.config is config), "teacher")
+
+
+def _steps_aside(role: str, run: RunConfig) -> bool:
+    """Whether a teacher gives its memory to the roles that share its devices."""
+    sharing = any(role in group for group in run.placement.sharing(run.roles))
+    return sharing and run.placement.offload_teacher_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,15 +62,12 @@ class HuggingFaceTeacherConfig:
     @property
     def folder(self) -> str:
         """The Hugging Face folder or name, once the run has found the model."""
-        if not isinstance(self.model, str):
-            raise ConfigError("teacher.model is not set: give a Hugging Face folder")
-        return self.model
+        return folder_of(self.model, "teacher")
 
     def check(self, run: Any) -> Iterator[str]:
         """What does not go together with the rest of the run."""
-        role = next((role for role, spec in run.roles.items() if spec.config is self), "teacher")
-        sharing = any(role in group for group in run.placement.sharing(run.roles))
-        if self.pipeline_model_parallel_size > 1 and run.placement.offload_teacher_model and sharing:
+        role = _role_of(self, run)
+        if self.pipeline_model_parallel_size > 1 and _steps_aside(role, run):
             yield (
                 f"{role}.pipeline_model_parallel_size={self.pipeline_model_parallel_size}: a model that transformers "
                 "spreads over GPUs cannot step aside; set placement.offload_teacher_model=false, or teacher=megatron"
@@ -136,9 +143,8 @@ class VLLMTeacherConfig(VLLMEngineConfig):
     def check(self, run: RunConfig) -> Iterator[str]:
         """What does not go together with the rest of the run."""
         yield from super().check(run)
-        role = next((role for role, spec in run.roles.items() if spec.config is self), self.node)
-        sharing = any(role in group for group in run.placement.sharing(run.roles))
-        if self.enable_sleep_mode is False and run.placement.offload_teacher_model and sharing:
+        role = _role_of(self, run)
+        if self.enable_sleep_mode is False and _steps_aside(role, run):
             yield (
                 f"{role}.enable_sleep_mode=false contradicts placement.offload_teacher_model=true: remove it, or set "
                 "placement.offload_teacher_model=false"

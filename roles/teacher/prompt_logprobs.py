@@ -27,6 +27,11 @@ class Scores(NamedTuple):
     logprobs: Array
     """[tokens, K] float32, theirs; -inf where there is none."""
 
+    @classmethod
+    def of_nothing(cls, topk: int) -> Scores:
+        """Those of an empty response."""
+        return cls(np.zeros(0, np.float32), np.zeros((0, topk), np.int32), np.zeros((0, topk), np.float32))
+
 
 def response_scores(given: PromptLogprobs, prompt_length: int, response: Array, topk: int, uid: str) -> Scores:
     """Read the entries of the response's positions, whatever their order and number.

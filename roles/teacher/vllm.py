@@ -72,13 +72,18 @@ class VLLMTeacher(TeacherRole):
         params = self._engine_sampling(topk)
         asked: dict[tuple[bytes, bytes], int] = {}
         """The request of each pair of prompt and response."""
+        request_of: list[int | None] = []
+        """The request of each row; null for one without a response."""
         requests: list[Request] = []
         first: list[tuple[str, Array, Array]] = []
         for uid, (prompt, response) in zip(uids, pairs, strict=True):
-            key = prompt.tobytes(), response.tobytes()
-            if len(response) and key not in asked:
+            if not len(response):
+                request_of.append(None)
+                continue
+            number = asked.setdefault((prompt.tobytes(), response.tobytes()), len(requests))
+            request_of.append(number)
+            if number == len(requests):
                 self._check_row(uid, prompt, response)
-                asked[key] = len(requests)
                 requests.append(Request([*prompt.tolist(), *response.tolist()], params))
                 first.append((uid, prompt, response))
         samples = self._engine.submit(requests).result()
@@ -87,14 +92,8 @@ class VLLMTeacher(TeacherRole):
             if sample.prompt is None:
                 raise BatchError(f"row {uid}: the engine scored no prompt; its request ended as {sample.finish_reason}")
             found.append(response_scores(sample.prompt, len(prompt), response, topk, uid))
-        empty = Scores(np.zeros(0, np.float32), np.zeros((0, topk), np.int32), np.zeros((0, topk), np.float32))
-        return _columns(
-            [
-                found[asked[prompt.tobytes(), response.tobytes()]] if len(response) else empty
-                for prompt, response in pairs
-            ],
-            topk,
-        )
+        nothing = Scores.of_nothing(topk)
+        return _columns([nothing if number is None else found[number] for number in request_of], topk)
 
     @endpoint(execute="first")
     def head(self) -> tuple[Batch, HeadInfo]:
@@ -187,8 +186,7 @@ def _columns(scores: list[Scores], topk: int) -> Batch:
     def ragged(parts: list[Array]) -> Ragged:
         return Ragged(np.concatenate(parts), offsets)
 
-    if not scores:
-        scores = [Scores(np.zeros(0, np.float32), np.zeros((0, topk), np.int32), np.zeros((0, topk), np.float32))]
+    scores = scores or [Scores.of_nothing(topk)]
     columns = {"teacher_token_logprobs": ragged([one.token_logprobs for one in scores])}
     if topk:
         columns["teacher_ids"] = ragged([one.ids for one in scores])

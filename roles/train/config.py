@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
-from rolegraph.errors import ConfigError
-from rolegraph.models.config import ModelConfig
+from rolegraph.models.config import ModelConfig, folder_of
 
 DEFAULT_MICRO_BATCH_ROWS = 4
 """Of the longest length; as many shorter ones as `microbatch.ACTIVATION_BYTES` hold."""
@@ -115,9 +114,7 @@ class MegatronModelConfig:
     @property
     def folder(self) -> str:
         """The Hugging Face folder or name, once the run has found the model."""
-        if not isinstance(self.model, str):
-            raise ConfigError(f"{self.node}.model is not set: give a Hugging Face folder")
-        return self.model
+        return folder_of(self.model, self.node)
 
     @property
     def uses_sequence_parallel(self) -> bool:
