@@ -25,7 +25,11 @@ KNOWN_TYPES: dict[str, pa.DataType] = {
     **dict.fromkeys(("repeat", "step", "group", "prompt_length", "response_length", "length"), pa.int32()),
     "reward_faults": pa.int32(),
     **dict.fromkeys(("weight_version", "weight_version_last"), pa.int64()),
-    **dict.fromkeys(("reward", "advantage"), pa.float64()),
+    **dict.fromkeys(("reward", "advantage", "prm_score"), pa.float64()),
+    **dict.fromkeys(("response_text", "reward_reasons", "prm_fault", "sample_fault"), pa.string()),
+    "repeats": _INT_LIST,
+    "step_scores": pa.list_(pa.float64()),
+    "step_ends": _INT_LIST,
 }
 """Types that plain Python values of these columns become; arrays keep the type they come with."""
 

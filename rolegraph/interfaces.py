@@ -17,6 +17,8 @@ from rolegraph.role import Role, endpoint
 Metrics = dict[str, float]
 PolicyWeights = Literal["current", "initial", "average"]
 """Weights that a train role can compute with: of now, of the start, or a moving average."""
+StepReduce = Literal["min", "mean", "last"]
+"""How the scores of a response's steps become one number."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ FAULT_REASONS = (
     "none",
     "not_a_number",
     "not_finite",
+    "unparsable",
     "other",
 )
 """Why a reward function gave no reward for a row; a number in a column `reward_faults/NAME` is 1 + the index here."""
@@ -312,15 +315,51 @@ class TeacherRole(Role):
         raise NotImplementedError
 
 
+class SamplerRole(Role):
+    """Draws candidates for a sampling graph, from a model that nobody trains; each actor is one replica."""
+
+    @endpoint(dispatch="queue")
+    def sample(self, batch: Batch, sampling: SamplingParams) -> Batch:
+        """Draw candidates: `sampling.n` a row, or those that the column `repeats` (list<int32>) names.
+
+        Reads `prompt_ids`, or `messages` (else `prompt`) where the backend takes text, and keeps the other columns but
+        `repeats`. A row a candidate comes back, in the order of the rows and of their repeats, with `repeat`, `step`,
+        `response_text` (no special tokens), `finish_reason` and `response_length` (tokens; null where a service does
+        not say). Samplers that have the tokens add response_ids, response_mask, rollout_logprobs, prompt_length and
+        length. A candidate that could not be drawn has a null `response_text`, finish_reason `error`, and the reason in
+        `sample_fault` (string, null elsewhere); it is a row like the others. With `sampling.seed` a candidate is the
+        same whatever is drawn beside it, up to rounding.
+        """
+        raise NotImplementedError
+
+
+class PRMRole(Role):
+    """Process rewards: a number for each step of a response."""
+
+    @endpoint(dispatch="queue")
+    def score(self, batch: Batch, *, reduce: StepReduce = "min") -> Batch:
+        """Score the steps of each response, and say with `reduce` what they amount to.
+
+        Reads `response_text`, or decodes `response_ids` where that is missing. Adds `step_scores` (list<float64>, one a
+        step, null where it has none), `prm_score` (float64: `step_scores` reduced; null where one of them is, or there
+        is none), `prm_fault` (string, why it is null; null elsewhere), and where the batch has `response_ids`,
+        `step_ends` (list<int32>): the response token behind the last one of each step, the last of them being
+        the response's length. Raises AlignmentError, naming the uid, where a model or function gives another number of
+        scores than the response has steps.
+        """
+        raise NotImplementedError
+
+
 class ORMRole(Role):
-    """Outcome rewards: one number a response and reward function."""
+    """Outcome rewards: one number a response and reward function (or model, or judge)."""
 
     @endpoint(dispatch="queue")
     def score(self, batch: Batch) -> Batch:
         """Score each row with every function.
 
-        Adds `rewards/NAME` (float64, null where a function gave none) and `reward_faults/NAME` (int8, 0, or why it gave
-        none, see `FAULT_REASONS`) a function, `reward` (their weighted sum over the rewards that are there; null when
-        none is), `reward_faults` (int32, functions that gave no reward for the row), and `response_text`.
+        Reads `response_ids`, or `response_text` where those are missing. Adds `rewards/NAME` (float64, null where a
+        function gave none) and `reward_faults/NAME` (int8, 0, or why it gave none, see `FAULT_REASONS`) a function,
+        `reward` (their weighted sum over the rewards that are there; null when none is), `reward_faults` (int32,
+        functions that gave no reward for the row), `reward_reasons` (string: NAME: reason; ...) and `response_text`.
         """
         raise NotImplementedError

@@ -25,8 +25,6 @@ LATER: dict[tuple[str, ...], str] = {
     ("resume",): "resuming from a checkpoint",
     ("checkpoint",): "checkpoints",
     ("eval",): "evaluation during the run",
-    ("sampler",): "sampling graphs",
-    ("prm",): "process rewards",
 }
 """Keys that users of such systems know and that nothing here acts on yet."""
 
