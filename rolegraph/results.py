@@ -1,0 +1,79 @@
+"""Files of results: whole, or as they were before, whenever the run is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from rolegraph.json_rows import encode_plain
+
+
+def sync_folder(folder: Path) -> None:
+    """Make names that were made or changed in a folder outlive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError:  # some network file systems cannot, and need not
+        pass
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to write beside `path`, which takes its place when the block ends well: whole, or as it was before."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        yield part
+        handle = os.open(part, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+        part.replace(path)
+        sync_folder(path.parent)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """One JSON object in a file, whole or not there."""
+    with replacing(path) as part:
+        part.write_text(json.dumps(value, ensure_ascii=False, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> Counter[str]:
+    """Rows as JSONL for other programs (`json_rows.encode_plain`), whole or not there.
+
+    Returns in how many rows a NaN or an infinity became null, by column.
+    """
+    lost: Counter[str] = Counter()
+    with replacing(path) as part, part.open("wb") as file:
+        for row in rows:
+            line, columns = encode_plain(row)
+            file.write(line + b"\n")
+            lost.update(columns)
+    return lost
+
+
+def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]], *, columns: Sequence[str] = ()) -> list[str]:
+    """Rows as Parquet, whole or not there; `columns` are those of a file without rows.
+
+    Returns notes on columns whose values were of several types and are carried as text.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from rolegraph.data.columns import to_columns
+
+    notes: list[str] = []
+    names = list(dict.fromkeys([*columns, *(name for row in rows for name in row)]))
+    table = pa.table(cast(Any, to_columns({name: [row.get(name) for row in rows] for name in names}, notes)))
+    with replacing(path) as part:
+        pq.write_table(table, part)
+    return notes
