@@ -99,6 +99,9 @@ FAULT_REASONS = (
     "not_a_number",
     "not_finite",
     "unparsable",
+    "no_reply",
+    "no_response",
+    "too_long",
     "other",
 )
 """Why a reward function gave no reward for a row; a number in a column `reward_faults/NAME` is 1 + the index here."""
@@ -349,6 +352,14 @@ class PRMRole(Role):
         """
         raise NotImplementedError
 
+    @endpoint()
+    def offload(self) -> None:
+        """Make room on the device; a role that holds nothing there has nothing to do."""
+
+    @endpoint()
+    def onload(self) -> None:
+        """Take the device back."""
+
 
 class ORMRole(Role):
     """Outcome rewards: one number a response and reward function (or model, or judge)."""
@@ -357,9 +368,17 @@ class ORMRole(Role):
     def score(self, batch: Batch) -> Batch:
         """Score each row with every function.
 
-        Reads `response_ids`, or `response_text` where those are missing. Adds `rewards/NAME` (float64, null where a
-        function gave none) and `reward_faults/NAME` (int8, 0, or why it gave none, see `FAULT_REASONS`) a function,
+        Reads `response_text`, or decodes `response_ids` where that is missing. Adds `rewards/NAME` (float64, null where
+        a function gave none) and `reward_faults/NAME` (int8, 0, or why it gave none, see `FAULT_REASONS`) a function,
         `reward` (their weighted sum over the rewards that are there; null when none is), `reward_faults` (int32,
         functions that gave no reward for the row), `reward_reasons` (string: NAME: reason; ...) and `response_text`.
         """
         raise NotImplementedError
+
+    @endpoint()
+    def offload(self) -> None:
+        """Make room on the device; a role that holds nothing there has nothing to do."""
+
+    @endpoint()
+    def onload(self) -> None:
+        """Take the device back."""

@@ -95,7 +95,17 @@ class RoleContext:
 
 def is_teacher(role: str) -> bool:
     """Whether a role of this name teaches: a run may have several, `teacher_math` beside `teacher`."""
-    return role == "teacher" or role.startswith("teacher_")
+    return family(role) == "teacher"
+
+
+def is_scorer(role: str) -> bool:
+    """Whether a role of this name gives rewards: `prm`, `orm`, and further outcome roles such as `orm_judge`."""
+    return family(role) in ("prm", "orm")
+
+
+def family(role: str) -> str:
+    """What a role of this name is: `teacher` for `teacher_math`, `orm` for `orm_judge`; others are what they say."""
+    return next((name for name in ("teacher", "orm") if role.startswith(f"{name}_")), role)
 
 
 @dataclass(frozen=True)

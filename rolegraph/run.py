@@ -26,6 +26,7 @@ from rolegraph.movers import mover
 from rolegraph.parcel import code_folder
 from rolegraph.placement import Plan, plan, requests, this_machine
 from rolegraph.placement.environment import as_environment
+from rolegraph.rewards.config import RewardConfig
 from rolegraph.role import Role
 from rolegraph.telemetry import Telemetry
 from rolegraph.telemetry.report import write_report
@@ -191,7 +192,8 @@ def _graph(
 
 def plugin_folders(config: RunConfig) -> tuple[str, ...]:
     """Folders of reward plugins and of reward functions named by import path: only the actors import these."""
-    rewards = [getattr(spec.config, "reward", None) for spec in config.roles.values()]
+    configs = [spec.config for spec in config.roles.values()]
+    rewards = [each if isinstance(each, RewardConfig) else getattr(each, "reward", None) for each in configs]
     names = []
     for reward in filter(None, [config.reward, *rewards]):
         names += [*reward.external_plugins, *(spec.target.rpartition(".")[0] for spec in reward.functions())]

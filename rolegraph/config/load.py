@@ -15,7 +15,7 @@ from rolegraph.config.provenance import Origins, Path_, join, split
 from rolegraph.config.schema import RootConfig, RunConfig, Spec
 from rolegraph.errors import ConfigError
 
-ROLES = ("train", "rollout", "teacher", "orm")
+ROLES = ("train", "rollout", "teacher", "sampler", "prm", "orm")
 """Roles that come with a config group; a node of another name with a `_target_` is a role too."""
 
 
@@ -121,7 +121,14 @@ def _without_roles(tree: Mapping[str, Any], checker: Checker) -> dict[str, Any]:
     return {key: node for key, node in tree.items() if key in known}
 
 
-_DEFAULT_ROLES = {"train": "megatron", "rollout": "vllm", "teacher": "megatron", "orm": "functions"}
+_DEFAULT_ROLES = {
+    "train": "megatron",
+    "rollout": "vllm",
+    "teacher": "megatron",
+    "sampler": "vllm",
+    "prm": "functions",
+    "orm": "functions",
+}
 
 
 def _spec(node: Any, path: Path_, checker: Checker) -> Spec | None:

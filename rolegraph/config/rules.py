@@ -19,7 +19,7 @@ from rolegraph.config.targets import fields_in_source
 from rolegraph.config.turn_rules import algorithm_roles, needs_sleep_mode, turns_make_room
 from rolegraph.placement import Plan, requests
 from rolegraph.placement.memory import USABLE
-from rolegraph.role import is_teacher
+from rolegraph.role import is_scorer, is_teacher
 
 LATER: dict[tuple[str, ...], str] = {
     ("resume",): "resuming from a checkpoint",
@@ -126,7 +126,11 @@ def rewards_have_a_role(run: RunConfig) -> Iterator[str]:
     """Reward functions and the role that runs them come together."""
     scorers = [role for role, spec in run.roles.items() if hasattr(spec.config, "reward")]
     if run.reward is not None and not scorers:
-        yield "reward is configured, and no role scores responses: add orm=functions, or set reward=null"
+        others = " or ".join(role for role in run.roles if is_scorer(role))
+        beside = f" (or +orm@orm_functions=functions, to score beside {others})" if others else ""
+        yield (
+            "reward is configured, and no role runs reward functions: set reward=null, or add orm=functions" + beside
+        )
     for role in scorers:
         if run.reward is None and run.roles[role].config.reward is None:
             yield f"{role} has no reward functions: choose some with reward=NAME, or set reward.reward_funcs"

@@ -106,9 +106,10 @@ class RunConfig:
         return replace(self, roles={**self.roles, role: Spec(spec.target, replace(spec.config, **changes))})
 
     def with_model_path(self, path: str) -> RunConfig:
-        """A copy whose roles that name no model of their own read the policy from `path`."""
+        """A copy whose roles that name no model, or no policy, of their own read it from `path`."""
         config = self
         for role, spec in self.roles.items():
-            if getattr(spec.config, "model", path) is None:
-                config = config.with_role(role, model=path)
+            named = [name for name in ("model", "policy") if getattr(spec.config, name, path) is None]
+            if named:
+                config = config.with_role(role, **dict.fromkeys(named, path))
         return config

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rolegraph.rewards import lookup
+from rolegraph.rewards.step_functions import STEP_FUNCTIONS
 
 TARGET, NAME = "_target_", "name"
+_WRONG_PLACE = {
+    True: "scores whole responses: name it in reward.reward_funcs, for orm=functions",
+    False: "scores steps: name it in prm.reward_funcs, for prm=functions",
+}
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,11 @@ class RewardConfig:
         reward_funcs: [exact_match, my_rewards.brevity, {_target_: soft_overlong, max_length: 256, cache: 64}]
         reward_weights: [1, 0.5, 1]
     """
+
+    node: ClassVar[str] = "reward"
+    """Where these settings stand in a config, for messages."""
+    scores_steps: ClassVar[bool] = False
+    """Whether the functions take the steps of a response and give a score for each."""
 
     reward_funcs: list[Any] = field(default_factory=list)
     """Each a name, an import path (`my_rewards.brevity`), or a node `{_target_: name or path, setting: value, ...}`.
@@ -76,24 +86,30 @@ class RewardConfig:
         """What is wrong with these settings, one sentence each, with the key and what to type."""
         found = [*self._plugin_problems(), *self._number_problems()]
         if not self.reward_funcs:
-            names = ", ".join(sorted(lookup.builtin()))
-            found.append(f"reward.reward_funcs is empty: name at least one function (built in: {names})")
+            names = ", ".join(sorted(name for name in lookup.builtin() if self._is_ours(name)))
+            found.append(f"{self.node}.reward_funcs is empty: name at least one function (built in: {names})")
         called: list[str] = []
         for index, entry in enumerate(self.reward_funcs):
-            key = f"reward.reward_funcs[{index}]"
+            key = f"{self.node}.reward_funcs[{index}]"
             if problem := _form_problem(entry):
                 found.append(f"{key}: {problem}")
                 continue
             target, kwargs, name = _parts(entry)
             called.append(name)
+            if target in lookup.builtin() and not self._is_ours(target):
+                found.append(f"{key}: {target} {_WRONG_PLACE[self.scores_steps]}")
+                continue
             found += [f"{key}: {text}" for text in lookup.problems(target, kwargs, self.external_plugins)]
         for name in sorted({name for name in called if called.count(name) > 1}):
-            found.append(f"reward.reward_funcs: two functions are called {name!r}: add `name: ...` to one of them")
+            found.append(f"{self.node}.reward_funcs: two functions are called {name!r}: add `name: ...` to one of them")
         return found
+
+    def _is_ours(self, builtin: str) -> bool:
+        return (builtin in STEP_FUNCTIONS) == self.scores_steps
 
     def _plugin_problems(self) -> list[str]:
         return [
-            f"reward.external_plugins[{index}]: {problem}"
+            f"{self.node}.external_plugins[{index}]: {problem}"
             for index, plugin in enumerate(self.external_plugins)
             if (problem := lookup.plugin_problem(plugin))
         ]
@@ -103,16 +119,16 @@ class RewardConfig:
         weights = self.reward_weights
         if weights is not None and len(weights) != len(self.reward_funcs):
             found.append(
-                f"reward.reward_weights has {len(weights)} numbers for {len(self.reward_funcs)} reward_funcs: "
+                f"{self.node}.reward_weights has {len(weights)} numbers for {len(self.reward_funcs)} reward_funcs: "
                 "give one each, or null to weigh each by 1"
             )
         for key in ("timeout_s", "start_timeout_s"):
             if not getattr(self, key) > 0:
-                found.append(f"reward.{key}={getattr(self, key)} must be more than 0 seconds")
+                found.append(f"{self.node}.{key}={getattr(self, key)} must be more than 0 seconds")
         for key in ("rows_per_call", "workers", "async_workers"):
             value = getattr(self, key)
             if value is not None and value < 1:
-                found.append(f"reward.{key}={value} must be at least 1")
+                found.append(f"{self.node}.{key}={value} must be at least 1")
         return found
 
 

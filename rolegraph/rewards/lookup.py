@@ -16,14 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from rolegraph.rewards.functions import BUILTIN, setting_problems
+from rolegraph.rewards.step_functions import STEP_FUNCTIONS
 
-BATCH_ARGUMENTS = ("prompts", "response_ids")
+BATCH_ARGUMENTS = ("prompts", "response_ids", "completions")
 """What a function may ask for by name beside the completions and the dataset's columns."""
+
+
+_BUILTIN = {**BUILTIN, **STEP_FUNCTIONS}
 
 
 def builtin() -> Mapping[str, Callable[..., Any]]:
     """The functions of this package by name."""
-    return BUILTIN
+    return _BUILTIN
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -108,6 +108,8 @@ class Scores:
 
     values: list[float | None]
     reasons: list[str | None]
+    steps: list[list[float | None]] = field(default_factory=list)
+    """Of functions that score steps, in place of values: a list a row, as long as the function made it."""
 
     @property
     def codes(self) -> list[int]:
@@ -141,7 +143,8 @@ class VerifierPool:
             raise RewardError("\n".join(problems))
         self.functions: tuple[FunctionSpec, ...] = config.functions()
         self._config = config
-        setup = Setup(tuple((f.target, dict(f.kwargs)) for f in self.functions), tuple(config.external_plugins))
+        targets = tuple((f.target, dict(f.kwargs)) for f in self.functions)
+        setup = Setup(targets, tuple(config.external_plugins), config.scores_steps)
         self._nursery = Nursery(setup, config.start_timeout_s)
         self._plain = Lane(self._nursery, config.workers or max(1, workers), config.start_timeout_s, "verifier")
         self._async = Lane(self._nursery, config.async_workers, config.start_timeout_s, "async-verifier")
@@ -169,8 +172,11 @@ class VerifierPool:
             wanted.update(wants.select(available))
         return [name for name in available if name in wanted]
 
-    def score(self, completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> dict[str, Scores]:
-        """Rewards of each function by name. `columns` hold one value a completion."""
+    def score(self, completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> dict[str, Scores]:
+        """Rewards of each function by name. `columns` hold one value a completion, which is a text.
+
+        For the functions of a config that scores steps a completion is a list of them.
+        """
         if not self._wants:
             self.start()
         self.wanted(list(columns))
@@ -191,7 +197,7 @@ class VerifierPool:
                 self._collect(spec, future.result(), scores[spec.name], len(job.rows) if not job.alone else 1)
         return scores
 
-    def _submit(self, index: int, completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> list[_Job]:
+    def _submit(self, index: int, completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> list[_Job]:
         size = self._config.rows_per_call
         jobs = []
         for start in range(0, len(completions), size):
@@ -201,7 +207,7 @@ class VerifierPool:
             jobs.append(_Job(index, rows, budget, first))
         return jobs
 
-    def _call(self, index: int, rows: range, completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> Call:
+    def _call(self, index: int, rows: range, completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> Call:
         names = self._wants[index].select(columns)
         part = slice(rows.start, rows.stop)
         return Call(index, list(completions[part]), {name: list(columns[name][part]) for name in names})
@@ -212,10 +218,12 @@ class VerifierPool:
     def _collect(self, spec: FunctionSpec, reply: Scored | Fault, scores: Scores, rows: int) -> None:
         if isinstance(reply, Fault):
             scores.values += [None] * rows
+            scores.steps += [[] for _ in range(rows)] if self._config.scores_steps else []
             scores.reasons += [reply.reason] * rows
             self._count(spec, reply.reason, rows, reply.detail)
             return
         scores.values += reply.values
+        scores.steps += reply.steps
         scores.reasons += reply.reasons
         for reason, number in Counter(reason for reason in reply.reasons if reason).items():
             self._count(spec, reason, number, "")

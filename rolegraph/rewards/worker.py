@@ -21,7 +21,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import Any
@@ -32,6 +32,8 @@ from rolegraph.rewards.functions import WARM_UP
 
 _PR_SET_PDEATHSIG = 1
 _DETAIL_CHARACTERS = 4000
+MOST_STEPS = 100_000
+"""Scores of one response that a function may give: more are none it was asked for."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class Setup:
     functions: tuple[tuple[str, Mapping[str, Any]], ...]
     """Target and settings of each."""
     plugins: tuple[str, ...]
+    scores_steps: bool = False
+    """Whether the functions take steps, and give a list of scores for each response."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,8 @@ class Call:
     """One call of a function."""
 
     function: int
-    completions: list[str]
+    completions: list[Any]
+    """Texts; for functions that score steps, the steps of each response."""
     columns: dict[str, list[Any]]
 
 
@@ -58,6 +63,9 @@ class Scored:
 
     values: list[float | None]
     reasons: list[str | None]
+    """Of functions that score steps, why a row has none, or why the first step without a score has none."""
+    steps: list[list[float | None]] = field(default_factory=list)
+    """Of functions that score steps, in place of values: what they gave for each row; nothing for one without."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +156,7 @@ def _serve(connection: Connection, setup: Setup) -> None:
                 call: Call = connection.recv()
             except (EOFError, OSError):
                 return
-            connection.send(_answer(functions[call.function], call, runner))
+            connection.send(_answer(functions[call.function], call, runner, setup.scores_steps))
 
 
 def _live_and_die_with_parent() -> None:
@@ -164,12 +172,12 @@ def _live_and_die_with_parent() -> None:
             pass
 
 
-def _answer(function: Callable[..., Any], call: Call, runner: asyncio.Runner) -> Scored | Fault:
+def _answer(function: Callable[..., Any], call: Call, runner: asyncio.Runner, scores_steps: bool) -> Scored | Fault:
     try:
         result = function(call.completions, **call.columns)
         if inspect.isawaitable(result):
             result = runner.run(_awaited(result))
-        return _checked(result, len(call.completions))
+        return (_checked_steps if scores_steps else _checked)(result, len(call.completions))
     except BaseException as error:  # sys.exit in a function is a fault as any other
         text = traceback.format_exc()[-_DETAIL_CHARACTERS:]
         return Fault("exception", text or type(error).__name__)
@@ -181,14 +189,40 @@ async def _awaited(result: Any) -> Any:
 
 def _checked(result: Any, rows: int) -> Scored | Fault:
     """Turn what a function returned into plain numbers: nothing else of it travels."""
-    if isinstance(result, str | bytes | Mapping) or not hasattr(result, "__iter__"):
-        return Fault("not_a_list", f"returned {type(result).__name__}, not a list of {rows} numbers")
+    values = _listed(result, rows)
+    if isinstance(values, Fault):
+        return values
+    checked = [_number(value) for value in values]
+    return Scored([value for value, _ in checked], [reason for _, reason in checked])
+
+
+def _checked_steps(result: Any, rows: int) -> Scored | Fault:
+    """The same for a function that gives a list of numbers a row."""
+    values = _listed(result, rows)
+    if isinstance(values, Fault):
+        return values
+    scored = Scored([None] * rows, [], [])
+    for value in values:
+        odd = value is None or not _is_listing(value)
+        checked = [] if odd else [_number(score) for score in itertools.islice(value, MOST_STEPS)]
+        scored.steps.append([score for score, _ in checked])
+        why = "none" if value is None else "not_a_list" if odd else None
+        scored.reasons.append(why or next((reason for _, reason in checked if reason), None))
+    return scored
+
+
+def _listed(result: Any, rows: int) -> list[Any] | Fault:
+    if not _is_listing(result):
+        return Fault("not_a_list", f"returned {type(result).__name__}, not a list of {rows} values")
     values = list(itertools.islice(result, rows + 1))
     if len(values) != rows:
         had = "more" if len(values) > rows else str(len(values))
         return Fault("wrong_length", f"returned {had} values for {rows} completions")
-    checked = [_number(value) for value in values]
-    return Scored([value for value, _ in checked], [reason for _, reason in checked])
+    return values
+
+
+def _is_listing(value: Any) -> bool:
+    return not isinstance(value, str | bytes | Mapping) and hasattr(value, "__iter__")
 
 
 def _number(value: Any) -> tuple[float | None, str | None]:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
@@ -15,8 +12,7 @@ from rolegraph.interfaces import Metrics, ORMRole
 from rolegraph.rewards.pool import Scores, VerifierPool, weighted
 from rolegraph.role import RoleContext, endpoint
 from roles.orm.config import FunctionORMConfig
-
-Decode = Callable[[Sequence[Sequence[int]]], list[str]]
+from roles.reward.reading import decoded, decoder, prompts_of, texts_of
 
 
 class FunctionORM(ORMRole):
@@ -52,8 +48,8 @@ class FunctionORM(ORMRole):
     @endpoint(dispatch="queue")
     def score(self, batch: Batch) -> Batch:
         """Add the rewards, the text they are about, and for rows with faults `reward_reasons` (NAME: reason; ...)."""
-        texts = self._decode(batch["response_ids"].to_pylist())
-        scores = self.rewards(texts, batch)
+        texts = self._texts(batch)
+        scores = self._scores(texts, batch)
         values = {name: found.values for name, found in scores.items()}
         weights = {spec.name: spec.weight for spec in self._pool.functions}
         reasons = [
@@ -73,21 +69,34 @@ class FunctionORM(ORMRole):
             }
         )
 
+    def _texts(self, batch: Batch) -> list[str | None]:
+        """The responses as functions see them; the sampler's own text has no special tokens."""
+        if self.config.skip_special_tokens:
+            return texts_of(batch, self._decode)
+        if "response_ids" not in batch:
+            role = self.context.role
+            raise RewardError(
+                f"{role}.skip_special_tokens=false needs the column response_ids, and these rows are text alone "
+                f"(they have: {', '.join(sorted(batch.column_names))}): set it to true"
+            )
+        return decoded(batch, self._decode)
+
+    def _scores(self, texts: list[str | None], batch: Batch) -> dict[str, Scores]:
+        """Rewards of all rows: a candidate that was never drawn has none, and no function sees it."""
+        drawn = [row for row, text in enumerate(texts) if text is not None]
+        if len(drawn) == len(texts):
+            return self.rewards([text for text in texts if text is not None], batch)
+        found = self.rewards([text for text in texts if text is not None], batch.take(drawn))
+        return {name: spread(scores, drawn, len(texts)) for name, scores in found.items()}
+
     def rewards(self, texts: list[str], batch: Batch) -> dict[str, Scores]:
         """Each function's rewards of the rows, by name."""
-        available = list(dict.fromkeys(["prompts", "response_ids", *batch.column_names]))
+        available = list(dict.fromkeys(["prompts", *batch.column_names]))
         wanted = self._pool.wanted(available)
         columns = {name: batch[name].to_pylist() for name in wanted if name != "prompts"}
         if "prompts" in wanted:
-            columns["prompts"] = self._prompts(batch)
+            columns["prompts"] = prompts_of(batch, self._decode)
         return self._pool.score(texts, columns)
-
-    def _prompts(self, batch: Batch) -> list[Any]:
-        """What the policy was asked: chat messages, else text."""
-        for name in ("messages", "prompt"):
-            if name in batch:
-                return list(batch[name].to_pylist())
-        return list(self._decode(batch["prompt_ids"].to_pylist()))
 
     @endpoint(lane="control")
     def metrics(self) -> Metrics:
@@ -96,16 +105,9 @@ class FunctionORM(ORMRole):
         return {"rows": float(self._rows), **faults}
 
 
-def decoder(model: str, *, skip_special_tokens: bool) -> Decode:
-    """From token ids to text by the tokenizer of a Hugging Face folder or name."""
-    file = Path(model).expanduser() / "tokenizer.json"
-    if file.is_file():
-        # Read by itself this takes a moment; through transformers it would import torch.
-        from tokenizers import Tokenizer
-
-        tokenizer = Tokenizer.from_file(str(file))
-        return lambda ids: tokenizer.decode_batch(list(ids), skip_special_tokens=skip_special_tokens)
-    from transformers import AutoTokenizer
-
-    slow = AutoTokenizer.from_pretrained(model)
-    return lambda ids: slow.batch_decode([list(row) for row in ids], skip_special_tokens=skip_special_tokens)
+def spread(scores: Scores, rows: list[int], count: int) -> Scores:
+    """The scores of some `rows` among all `count`; the others have none, for they have no response."""
+    spread = Scores([None] * count, ["no_response"] * count)
+    for place, row in enumerate(rows):
+        spread.values[row], spread.reasons[row] = scores.values[place], scores.reasons[place]
+    return spread

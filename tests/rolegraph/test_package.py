@@ -81,12 +81,21 @@ def test_algorithms_see_interfaces_batches_and_pure_functions() -> None:
         assert "from rolegraph.run" not in file.read_text().replace("if TYPE_CHECKING:\n    from rolegraph.run", "")
 
 
+KNOWN = {
+    "teacher": {"train", "rollout"},
+    "reward": {"train", "rollout"},
+    "orm": {"reward", "rollout"},
+    "prm": {"reward"},
+}
+"""Kinds of roles that build on others."""
+
+
 def test_roles_know_neither_the_driver_nor_each_other() -> None:
     driver = {f"rolegraph.{name}" for name in ("algorithms", "run", "graph", "group", "cluster", "cli", "explain")}
     kinds = {file.parent.name for file in python_files("roles") if file.parent.name != "roles"}
     for file in python_files("roles"):
-        # Teachers run the models of trainers and the engines of rollouts.
-        known = {"teacher": {"train", "rollout"}}.get(file.parent.name, set())
+        # Teachers run the models of trainers and the engines of rollouts; reward roles share what they read and ask.
+        known = KNOWN.get(file.parent.name, set())
         others = {f"roles.{kind}" for kind in kinds - known if kind not in file.relative_to(ROOT).parts}
         assert [name for name in of_this_project(file) if within(name, driver | others)] == [], file
 

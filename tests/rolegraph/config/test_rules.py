@@ -88,7 +88,7 @@ def test_colocate_groups(user: Folder, groups: str, expected: str) -> None:
 
 def test_rewards_and_their_role(user: Folder) -> None:
     assert "orm has no reward functions" in faults(user, "reward=null")
-    assert "no role scores responses" in faults(user, "orm=null", "placement=separate")
+    assert "no role runs reward functions: set reward=null, or add" in faults(user, "orm=null", "placement=separate")
 
 
 @pytest.mark.parametrize("override", ["train.ranks=0", "train.cpus=-1.5", "rollout.gpus=-2", "orm.cpus=-0.5"])

@@ -280,7 +280,7 @@ def test_nothing_outlives_a_parent_that_is_killed(tmp_path: Path) -> None:
 def test_every_reason_has_a_number() -> None:
     table = re.findall(r"^\| ([a-z_, ]+) \|", pool_module.__doc__ or "", flags=re.MULTILINE)
     reasons = {reason for row in table[1:] for reason in row.split(", ")}
-    assert reasons == set(FAULT_REASONS) - {"other", "unparsable"}
+    assert reasons == set(FAULT_REASONS) - {"other", "unparsable", "no_reply", "no_response", "too_long"}
     codes = Scores([1.0, None, None], [None, "timeout", "a reason of a subclass"]).codes
     assert codes == [0, 1 + FAULT_REASONS.index("timeout"), 1 + FAULT_REASONS.index("other")]
 

@@ -147,6 +147,20 @@ def test_prompts_are_messages_or_text_or_decoded(model: Path, plugin: str) -> No
         assert scored(role, make_batch(model, ["a"] * 3, level=[4] * 3))["rewards/judged"] == [3.0] * 3
 
 
+def test_rows_of_text_alone_and_candidates_that_were_never_drawn(model: Path, plugin: str) -> None:
+    with Running(make_config(model, plugin, ["exact_match", "fragile"])) as role:
+        batch = Batch.from_columns({"uid": ["a", "b", "c"], "response_text": ["7", None, "8"], "answer": [7, 7, 7]})
+        found = scored(role, batch)
+        assert found["reward"] == [2.0, None, 1.0]
+        assert found["reward_reasons"] == [None, "exact_match: no_response; fragile: no_response", None]
+        assert found["reward_faults"] == [0, 2, 0]
+        assert found["response_text"] == ["7", None, "8"]
+    whole = make_config(model, plugin, ["exact_match"])
+    config = FunctionORMConfig(model=whole.model, reward=whole.reward, skip_special_tokens=False)
+    with Running(config) as role, pytest.raises(RewardError, match=r"orm\.skip_special_tokens=false needs the column"):
+        scored(role, batch)
+
+
 def test_special_tokens_are_left_out_unless_asked_for(model: Path, plugin: str) -> None:
     config = make_config(model, plugin, ["length"])
     batch = make_batch(model, ["a b\u00e9\n"])

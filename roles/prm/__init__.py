@@ -1,0 +1,1 @@
+"""Process rewards: a number for each step of a response."""

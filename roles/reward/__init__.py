@@ -1,0 +1,1 @@
+"""What process and outcome reward roles share: reading batches, models of transformers, judges."""

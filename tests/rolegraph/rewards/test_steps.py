@@ -1,0 +1,105 @@
+"""Steps of a response: where it is split, and which tokens they are, whatever the text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rolegraph.errors import AlignmentError
+from rolegraph.models.tiny import END, write_tokenizer
+from rolegraph.rewards.steps import Decode, reduce_steps, split_steps, step_ends, step_spans
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> object:
+    """A byte-level one, in which every character beyond ASCII is several tokens."""
+    from tokenizers import Tokenizer
+
+    folder = tmp_path_factory.mktemp("model")
+    write_tokenizer(folder)
+    return Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
+
+
+def decode_of(tokenizer: object) -> Decode:
+    return lambda ids: tokenizer.decode_batch([list(row) for row in ids], skip_special_tokens=True)  # type: ignore[attr-defined]
+
+
+def ids_of(tokenizer: object, text: str) -> list[int]:
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids  # type: ignore[attr-defined]
+    return ids
+
+
+PIECES = st.text(st.sampled_from("ab .\n\u00e9\u4e2d\U0001f600"), max_size=6)
+
+
+@pytest.mark.parametrize(
+    ("text", "separator", "steps"),
+    [
+        ("", "\n\n", []),
+        (" \n\n \n", "\n\n", []),
+        ("one", "\n\n", ["one"]),
+        ("one\n\ntwo", "\n\n", ["one", "two"]),
+        ("\n\none\n\n\n\ntwo\n\n", "\n\n", ["one", "two"]),
+        ("one\ntwo", "\n", ["one", "two"]),
+        ("a<s>b<s>", "<s>", ["a", "b"]),
+        ("a\n\n\nb", "\n\n", ["a", "\nb"]),
+    ],
+)
+def test_a_text_is_split_at_separators(text: str, separator: str, steps: list[str]) -> None:
+    assert split_steps(text, separator) == steps
+
+
+@given(st.text(st.sampled_from("ab \n"), max_size=30), st.sampled_from(["\n\n", "\n", "ab"]))
+def test_steps_are_all_of_the_text_but_separators_and_blanks(text: str, separator: str) -> None:
+    spans = step_spans(text, separator)
+    assert all(separator not in text[start:end] and text[start:end].strip() for start, end in spans)
+    edges = [0, *(edge for span in spans for edge in span), len(text)]
+    assert edges == sorted(edges)
+    outside = "".join(text[a:b] for a, b in zip(edges[0::2], edges[1::2], strict=True))
+    assert not outside.replace(separator, "").strip()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.lists(PIECES, max_size=5).map("\n\n".join), max_size=4), st.booleans())
+def test_ends_are_monotone_and_minimal(tokenizer: object, texts: list[str], is_ended: bool) -> None:
+    decode = decode_of(tokenizer)
+    ids = [ids_of(tokenizer, text + (END if is_ended else "")) for text in texts]
+    found = step_ends(ids, texts, decode)
+    for tokens, text, ends in zip(ids, texts, found, strict=True):
+        spans = step_spans(text)
+        assert len(ends) == len(spans)
+        assert ends == sorted(ends)
+        if spans:
+            assert ends[-1] == len(tokens), "the last step has what is left, the end of sequence too"
+        for (following, _), end in zip(spans[1:], ends, strict=False):
+            assert decode([tokens[:end]])[0].startswith(text[:following])
+            assert not decode([tokens[: end - 1]])[0].startswith(text[:following]), "a token earlier is too early"
+
+
+def test_a_token_across_two_steps_belongs_to_the_first() -> None:
+    words = {1: "so", 2: ".\n\nIt", 3: " is", 4: "\n\n"}
+    decode: Decode = lambda ids: ["".join(words[i] for i in row) for row in ids]  # noqa: E731
+    assert step_ends([[1, 2, 3], [1, 4, 3, 4], [4], []], ["so.\n\nIt is", "so\n\n is\n\n", "\n\n", ""], decode) == [
+        [2, 3],
+        [2, 4],
+        [],
+        [],
+    ]
+
+
+def test_a_text_of_other_tokens_is_named(tokenizer: object) -> None:
+    ids = [ids_of(tokenizer, "a\n\nb")]
+    with pytest.raises(AlignmentError, match=r"row r7: response_text is not what .* \(from character 0 on: "):
+        step_ends(ids, [" a\n\nb"], decode_of(tokenizer), uids=["r7"])
+
+
+def test_steps_amount_to_a_number() -> None:
+    scores = [0.5, 1.0, 0.75]
+    assert [reduce_steps(scores, how) for how in ("min", "mean", "last")] == [0.5, 0.75, 0.75]
+    assert reduce_steps([0.5, None], "min") is None
+    assert reduce_steps([], "mean") is None
+    with pytest.raises(ValueError, match="reduce='max': choose one of min, mean, last"):
+        reduce_steps(scores, "max")  # type: ignore[arg-type]
