@@ -54,10 +54,14 @@ class Run:
 
 
 def main(config: RunConfig) -> None:
-    """Run to the end. Ctrl-C and SIGTERM free every actor first; errors are those of the part that failed."""
+    """Run to the end, or not at all where the algorithm finds nothing left to do.
+
+    Ctrl-C and SIGTERM free every actor first; errors are those of the part that failed.
+    """
     run_dir = Path(config.output_dir or "outputs").absolute()
-    if (run_dir / "metrics.jsonl").exists():
-        raise ConfigError(f"output_dir={run_dir} holds a run already: choose another folder, or remove that one")
+    if ending := _algorithm_class(config.algorithm).begin(config, run_dir):
+        _say(ending)
+        return
     run_dir.mkdir(parents=True, exist_ok=True)
     save_config(config, run_dir / "config.yaml")
     try:
@@ -255,8 +259,6 @@ def plain(value: Any) -> Any:
 
 
 def _say_where(run_dir: Path) -> None:
-    from rich.console import Console
-
     folder = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
     kinds = {
         "report.html": "the curves, in a browser",
@@ -266,4 +268,10 @@ def _say_where(run_dir: Path) -> None:
         "logs": "what each role logged",
     }
     lines = [f"  {folder}/{name:<15} {what}" for name, what in kinds.items() if (run_dir / name).exists()]
-    Console(stderr=True).print("Where to look:\n" + "\n".join(lines), highlight=False, soft_wrap=True)
+    _say("Where to look:\n" + "\n".join(lines))
+
+
+def _say(text: str) -> None:
+    from rich.console import Console
+
+    Console(stderr=True).print(text, highlight=False, soft_wrap=True, markup=False)

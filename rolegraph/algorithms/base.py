@@ -7,14 +7,16 @@ import types
 import typing
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from rolegraph.errors import TurnError
+from rolegraph.errors import ConfigError, TurnError
 from rolegraph.role import Role
 from rolegraph.turns import PHASES, Phase
 
 if TYPE_CHECKING:
+    from rolegraph.config.schema import RunConfig
     from rolegraph.run import Run
 
 
@@ -40,6 +42,8 @@ class Algorithm:
     """What `turn` knows by name; an algorithm with phases of its own has `phases = {**PHASES, "judge": Phase(...)}`."""
     more_roles: ClassVar[Mapping[str, type[Role]]] = MappingProxyType({})
     """Roles that a config may add, by how their names begin, beside those of the annotations."""
+    can_resume: ClassVar[bool] = False
+    """Whether `begin` goes on in the folder of an earlier run where the config says `resume`."""
     config: Any
 
     def __init__(self, config: Any, run: Run) -> None:
@@ -62,6 +66,17 @@ class Algorithm:
             if role.startswith(prefix):
                 return kind
         raise KeyError(role)
+
+    @classmethod
+    def begin(cls, config: RunConfig, run_dir: Path) -> str | None:
+        """Look at the run's folder, which need not be there, before anything starts.
+
+        A sentence that is returned is told, and ends the run there, as a success. By itself an algorithm takes no
+        folder that holds a run: ConfigError.
+        """
+        if (run_dir / "metrics.jsonl").exists():
+            raise ConfigError(f"output_dir={run_dir} holds a run already: choose another folder, or remove that one")
+        return None
 
     async def run(self) -> None:
         """The program, from the first step to the last."""

@@ -16,9 +16,22 @@ def algorithm_roles(target: str) -> tuple[dict[str, tuple[type, bool]], dict[str
     """
     from rolegraph.algorithms.base import declared_roles
 
-    module, _, name = target.rpartition(".")
-    algorithm = getattr(importlib.import_module(module), name)
+    algorithm = _class_of(target)
     return dict(declared_roles(algorithm)), dict(getattr(algorithm, "more_roles", {}))
+
+
+def can_resume(target: str) -> bool:
+    """Whether an algorithm class goes on with earlier runs; one that cannot be imported does not."""
+    try:
+        return bool(getattr(_class_of(target), "can_resume", False))
+    except Exception:  # another rule says so
+        return False
+
+
+def _class_of(target: str) -> type:
+    module, _, name = target.rpartition(".")
+    found: type = getattr(importlib.import_module(module), name)
+    return found
 
 
 def tenants_beside(run: RunConfig, role: str) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,11 @@ class MetricsLog:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        earlier = read_metrics(path) if path.exists() else []
+        self.last_step: int = earlier[-1].get("step", 0) if earlier else 0
+        """The step of the last line that was there: where a run that goes on had come to; 0 in a new file."""
+        if path.exists():
+            _cut_torn_line(path)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: Mapping[str, object]) -> None:
@@ -41,6 +47,13 @@ class MetricsLog:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Take off a last line without its end, which the next one would be glued to."""
+    text = path.read_bytes()
+    if not text.endswith(b"\n"):
+        os.truncate(path, text.rfind(b"\n") + 1)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

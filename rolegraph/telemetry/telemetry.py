@@ -18,7 +18,7 @@ from rolegraph.telemetry.timeline import Timeline
 
 
 class Telemetry:
-    """Metrics, phases and samples of one run.
+    """Metrics, phases and samples of one run; in the folder of an earlier part of it, what that one left stays.
 
     Phases are timed by name; the seconds of those that ended since the last step go out with the next one as
     `seconds/NAME`, and the time in which there was none as `seconds/other`: where phases follow each other, the seconds
@@ -54,7 +54,8 @@ class Telemetry:
         self._phases: list[tuple[str, tuple[str, ...]]] = []
         self._covered, self._covered_since = 0.0, 0.0
         """Seconds since the last step in which there was a phase; when those that are open now began."""
-        self._stage, self._offset, self._total = "", 0, 0
+        # Steps of a run that goes on are counted on from those of its earlier part.
+        self._stage, self._offset, self._total = "", 0, self._log.last_step
         self._rewards: list[float] = []
 
     @contextmanager

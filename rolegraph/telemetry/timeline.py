@@ -7,6 +7,7 @@ that opens.
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -64,6 +65,7 @@ class Timeline:
         self._step = 1
         self._step_started = self._started
         path.parent.mkdir(parents=True, exist_ok=True)
+        _keep(path)
         # A line is on the disk, as far as a killed process is concerned, when it is written.
         self._file = path.open("w", encoding="utf-8", buffering=1)
         self._file.write("[\n")
@@ -184,6 +186,13 @@ class Timeline:
         if not self._file.closed:
             self._file.write((",\n" if self._begun else "") + json.dumps(event, ensure_ascii=False))
             self._begun = True
+
+
+def _keep(path: Path) -> None:
+    """Move the timeline of the earlier part of a run that goes on to the first free `timeline-N.json`."""
+    if path.exists():
+        names = (path.with_name(f"{path.stem}-{part}{path.suffix}") for part in itertools.count(1))
+        path.rename(next(name for name in names if not name.exists()))
 
 
 def read_timeline(path: Path) -> list[dict[str, Any]]:

@@ -28,6 +28,20 @@ def test_later_work_is_refused_by_name(user: Folder, path: tuple[str, ...]) -> N
     assert f"from command line: {key}=1" in message
 
 
+def test_resume_needs_an_algorithm_that_can_and_a_folder(user: Folder) -> None:
+    assert "resume=true does not work yet with Mine: remove it" in faults(user, "resume=true")
+    assert load(["algorithm=mine", "resume=false"], config_dir=str(user)).run.resume is False
+    user.write(
+        "rolegraph_lasting_code.py",
+        "from rolegraph_user_code import Mine\n\n\nclass Lasting(Mine):\n    can_resume = True\n",
+    )
+    lasting = "algorithm._target_=rolegraph_lasting_code.Lasting"
+    assert "resume=true goes on in the folder of an earlier run: name that folder" in faults(
+        user, lasting, "resume=true"
+    )
+    assert load(["algorithm=mine", lasting, "resume=true", "output_dir=here"], config_dir=str(user)).run.resume
+
+
 def test_room_for_prompt_and_response(user: Folder) -> None:
     message = faults(user, "data.max_length=100", "algorithm.max_completion_length=50", "rollout.max_model_len=149")
     assert "rollout.max_model_len=149" in message

@@ -17,6 +17,7 @@ from rolegraph.telemetry.loggers import open_trackers
 from rolegraph.telemetry.metrics import MetricsLog, is_timing
 from rolegraph.telemetry.progress import Progress, duration
 from rolegraph.telemetry.samples import SampleFiles
+from rolegraph.telemetry.timeline import spans
 
 
 class Clock:
@@ -62,6 +63,25 @@ def test_steps_count_on_over_stages(tmp_path: Path) -> None:
     telemetry.close()
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [(row["step"], row["stage"]) for row in rows] == [(1, "sft"), (2, "sft"), (3, "grpo")]
+
+
+def test_a_run_that_goes_on_keeps_what_its_earlier_part_left(tmp_path: Path) -> None:
+    for part in range(3):
+        telemetry = Telemetry(tmp_path, samples_every=1)
+        telemetry.stage("sampling", 5)
+        telemetry.step(1, {"part": part})
+        telemetry.samples(1, Batch.from_columns({"uid": [str(part)]}))
+        telemetry.close()
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 9, "par')  # as a kill leaves it
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [(row["step"], row["part"]) for row in rows] == [(1, 0), (2, 1), (3, 2)]
+    assert len(list((tmp_path / "samples").iterdir())) == 3
+    steps = {
+        name: [span["step"] for span in spans(tmp_path / name) if span["name"].startswith("step ")]
+        for name in ("timeline-1.json", "timeline-2.json", "timeline.json")
+    }
+    assert steps == {"timeline-1.json": [1], "timeline-2.json": [2], "timeline.json": [3]}
 
 
 def test_what_depends_on_the_clock_is_told_apart(tmp_path: Path) -> None:
