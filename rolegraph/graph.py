@@ -67,6 +67,13 @@ class GraphOptions:
     """Environment variables of the processes of all roles."""
 
 
+def _interrupt(*_: object) -> None:
+    """Do what Ctrl-C does, also where it does nothing: a shell lets the background jobs of a script ignore it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        raise KeyboardInterrupt
+    signal.raise_signal(signal.SIGINT)
+
+
 class RoleGraph:
     """The running roles of one plan.
 
@@ -361,7 +368,7 @@ class RoleGraph:
     def _catch_sigterm(self) -> None:
         """SIGTERM ends the program the way Ctrl-C does, so that it frees what it holds."""
         if threading.current_thread() is threading.main_thread():
-            self._old_sigterm = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+            self._old_sigterm = signal.signal(signal.SIGTERM, _interrupt)
 
     def _restore_sigterm(self) -> None:
         if self._old_sigterm is not None:

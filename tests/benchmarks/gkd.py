@@ -27,6 +27,7 @@ def ours(student: str, teacher: str, prompts: Path, folder: Path) -> dict[str, A
         [
             *(sys.executable, "-m", "rolegraph.cli", "run", "algorithm=gkd", "model=hf", f"model.path={student}"),
             *("teacher=huggingface", f"teacher.model={teacher}", "data=jsonl", f"data.path={prompts}"),
+            "rollout.dtype=float32",  # as TRL's; `auto` is bfloat16 on CPUs that have it
             *(f"algorithm.global_batch_size={ROWS}", f"algorithm.max_completion_length={MAX_TOKENS}"),
             *("algorithm.beta=0.5", "data.max_length=128", "train.lr=1e-6", "logger.samples_every=0"),
             *(f"max_steps={STEPS}", f"output_dir={folder / 'ours'}"),

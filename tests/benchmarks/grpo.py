@@ -69,6 +69,7 @@ def ours(case: Case, model: str, prompts: Path, folder: Path) -> dict[str, Any]:
             f"algorithm.num_generations={case.generations}",
             f"algorithm.max_completion_length={case.max_tokens}",
             *("algorithm.loss_type=dapo", "data.max_length=128", "train.lr=1e-6", "logger.samples_every=0"),
+            "rollout.dtype=float32",  # as TRL's; `auto` is bfloat16 on CPUs that have it
             *(f"max_steps={case.steps}", f"output_dir={folder / 'ours'}"),
         ]
     )

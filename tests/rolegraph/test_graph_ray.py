@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar
@@ -135,12 +135,25 @@ async def test_a_slow_start_tells_where_it_is_and_the_end_of_its_log(tmp_path: P
         await starting
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_in_the_middle_of_a_call_frees_every_process(number: int, tmp_path: Path) -> None:
+def ignore_ctrl_c() -> None:
+    """As a shell does for the background jobs of a script."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@pytest.mark.parametrize(
+    ("number", "before"),
+    [(signal.SIGINT, None), (signal.SIGTERM, None), (signal.SIGTERM, ignore_ctrl_c)],
+    ids=["Ctrl-C", "SIGTERM", "SIGTERM in the background of a script"],
+)
+def test_a_signal_in_the_middle_of_a_call_frees_every_process(
+    number: int, before: Callable[[], None] | None, tmp_path: Path
+) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     env.pop("RAY_ADDRESS", None)
     command = [sys.executable, "-c", DRIVER, str(tmp_path)]
-    driver = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=env)
+    driver = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=env, preexec_fn=before
+    )
     assert driver.stdout is not None
     try:
         line = driver.stdout.readline()
