@@ -9,13 +9,15 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
+from rolegraph.advice import size
 from rolegraph.arithmetic import sentences
 from rolegraph.config import RunConfig
 from rolegraph.config.check import Problem, resolve
 from rolegraph.config.compose import Composed, as_config
 from rolegraph.config.load import filled
 from rolegraph.errors import ConfigError
-from rolegraph.estimate import DeviceNeed, Estimate, estimate, size
+from rolegraph.estimate import estimate
+from rolegraph.needs import DeviceNeed, Estimate
 from rolegraph.placement import Inventory, Plan, Slot, plan, requests, this_machine
 
 

@@ -23,7 +23,7 @@ from typing import Any
 from rolegraph.arithmetic import batches
 from rolegraph.config import RunConfig
 from rolegraph.errors import ConfigError
-from rolegraph.estimate import DeviceNeed, Estimate
+from rolegraph.needs import DeviceNeed, Estimate
 from rolegraph.placement import Inventory, Plan, Slot
 from rolegraph.reservation import bundles_of
 

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from rolegraph.advice import size
 from rolegraph.config import load
 from rolegraph.config.schema import RunConfig
-from rolegraph.estimate import DeviceNeed, Estimate, PhaseNeed, estimate, size
+from rolegraph.estimate import estimate
+from rolegraph.needs import DeviceNeed, Estimate, PhaseNeed
 from rolegraph.placement import Inventory, Plan, plan, requests
 from rolegraph.placement.clusters import GIB, cluster
 from tests.rolegraph.config.conftest import Folder, user  # noqa: F401 - a fixture
