@@ -9,7 +9,8 @@ from typing import Any
 from rolegraph.config.schema import RunConfig
 from rolegraph.needs import PhaseNeed, Use, kind_of, table_of, woken
 from rolegraph.placement.memory import HEAD_BUDGET, Engine, Holder, Trainer
-from rolegraph.role import is_teacher
+from rolegraph.placement.shares import MOVABLE
+from rolegraph.role import family
 
 GIB = 2**30
 
@@ -74,12 +75,8 @@ def _knob(run: RunConfig, use: Use, phase: PhaseNeed, holder: Holder, over: int,
     table = table_of(run).get(phase.name)
     kind = kind_of(role, holder, use.part)
     if shared and table is not None and kind not in woken(table, role) and kind != "working":
-        key = "sleep_level=1"
-        if role == "train":
-            key = "offload_optimizer=true" if kind in ("optimizer", "gradients") else "offload_model=true"
-        if is_teacher(role):
-            key = "offload_teacher_model=true"
-        return f"{takes}: set placement.{key}"
+        key = MOVABLE[family(role)]["optimizer" if kind == "gradients" else kind]
+        return f"{takes}: set placement.{key}={'1' if key == 'sleep_level' else 'true'}"
     if isinstance(holder, Trainer):
         return _trainer_knob(config, use, holder, over, takes)
     if isinstance(holder, Engine):

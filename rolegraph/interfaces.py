@@ -111,7 +111,7 @@ _NO_OFFLOAD = (
     "this train role does not offload: set placement.offload_model=false and placement.offload_optimizer=false, or "
     "override offload and onload"
 )
-_NO_SLEEP = "this rollout role cannot be put to sleep: set placement.sleep_level=0, or override sleep and wake_up"
+_NO_SLEEP = "this role cannot be put to sleep: set placement.sleep_level=0, or override sleep and wake_up"
 
 
 def first_rank(results: Sequence[Metrics]) -> Metrics:
@@ -334,6 +334,19 @@ class SamplerRole(Role):
         same whatever is drawn beside it, up to rounding.
         """
         raise NotImplementedError
+
+    @endpoint()
+    def sleep(self, level: int) -> None:
+        """Give weights and KV cache to the roles that share the device, as `RolloutRole.sleep` does at level 1.
+
+        Level 2 drops weights that nobody would bring back: TurnError.
+        """
+        raise NotImplementedError(_NO_SLEEP)
+
+    @endpoint()
+    def wake_up(self, parts: tuple[str, ...]) -> None:
+        """Take the memory of `weights`, of the `kv_cache`, or of both back; `sample` needs both."""
+        raise NotImplementedError(_NO_SLEEP)
 
 
 class PRMRole(Role):

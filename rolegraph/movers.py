@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rolegraph.errors import RoleError, TurnError
 from rolegraph.group import group_of
-from rolegraph.interfaces import RolloutRole, TeacherRole, TrainRole
+from rolegraph.interfaces import ORMRole, PRMRole, RolloutRole, SamplerRole, TeacherRole, TrainRole
 from rolegraph.placement import PlacementConfig
 from rolegraph.role import Role
 from rolegraph.turns import Mover, Parts
@@ -29,34 +29,34 @@ class TrainMover:
 
 
 @dataclass(frozen=True)
-class TeacherMover:
-    """Moves a teacher's model. A replica that dies meanwhile is left out."""
+class ModelMover:
+    """Moves the model of a teacher or a reward model. A replica that dies meanwhile is left out."""
 
-    teacher: TeacherRole
+    role: TeacherRole | PRMRole | ORMRole
 
     async def away(self, parts: Parts) -> None:
         """Offload it."""
-        await _living(self.teacher, lambda: self.teacher.offload())
+        await _living(self.role, lambda: self.role.offload())
 
     async def back(self, parts: Parts) -> None:
         """Load it back."""
-        await _living(self.teacher, lambda: self.teacher.onload())
+        await _living(self.role, lambda: self.role.onload())
 
 
 @dataclass(frozen=True)
 class EngineMover:
     """Moves an engine's parts: all away together, back one by one. A replica that dies meanwhile is left out."""
 
-    rollout: RolloutRole
+    engine: RolloutRole | SamplerRole
     sleep_level: int
 
     async def away(self, parts: Parts) -> None:
         """Put the engines to sleep, `parts` being all that is awake."""
-        await _living(self.rollout, lambda: self.rollout.sleep(self.sleep_level))
+        await _living(self.engine, lambda: self.engine.sleep(self.sleep_level))
 
     async def back(self, parts: Parts) -> None:
         """Wake these parts."""
-        await _living(self.rollout, lambda: self.rollout.wake_up(parts))
+        await _living(self.engine, lambda: self.engine.wake_up(parts))
 
 
 async def _living(role: Role, call: Callable[[], Awaitable[object]]) -> None:
@@ -79,8 +79,8 @@ def mover(handle: Role, placement: PlacementConfig) -> Mover:
     """What moves the parts of the role behind this handle."""
     if isinstance(handle, TrainRole):
         return TrainMover(handle)
-    if isinstance(handle, RolloutRole):
+    if isinstance(handle, RolloutRole | SamplerRole):
         return EngineMover(handle, placement.sleep_level)
-    if isinstance(handle, TeacherRole):
-        return TeacherMover(handle)
+    if isinstance(handle, TeacherRole | PRMRole | ORMRole):
+        return ModelMover(handle)
     raise TurnError(f"a {type(handle).__name__} has no parts that move")

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 from rolegraph.config.schema import RunConfig, Spec
 from rolegraph.placement.memory import Copy, Engine, Holder, Trainer
-from rolegraph.role import is_teacher
-from rolegraph.turns import PHASES, Phase
+from rolegraph.placement.shares import moves
+from rolegraph.role import is_scorer, is_teacher
+from rolegraph.turns import PHASES, Phase, scoring
 
-ORDER = ("generate", "logprobs", "ref_logprobs", "teacher", "teach", "train", "sync")
-"""The phases of a step that take memory, in their order."""
+BEFORE_SCORING = ("generate", "sample")
+AFTER_SCORING = ("logprobs", "ref_logprobs", "teacher", "teach", "train", "sync")
+"""The phases of a step that take memory, in their order; each prm or orm role has one of its own between them."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,13 @@ def phases_of(
 
 
 def table_of(run: RunConfig) -> Mapping[str, Phase]:
-    """The phases of a step; all teachers of the run, whatever their names, work in one."""
-    return {**PHASES, "teacher": Phase({role: ("model",) for role in run.started if is_teacher(role)})}
+    """The phases of a step; all teachers of the run, whatever their names, work in one, scorers each in its own."""
+    teachers = Phase({role: ("model",) for role in run.started if is_teacher(role)})
+    return {**PHASES, "teacher": teachers, **_scoring(run)}
+
+
+def _scoring(run: RunConfig) -> dict[str, Phase]:
+    return {name: phase for role in run.started if is_scorer(role) for name, phase in scoring(role).items()}
 
 
 def woken(phase: Phase, role: str) -> tuple[str, ...]:
@@ -98,7 +105,8 @@ def _names(run: RunConfig, roles: Mapping[str, int], table: Mapping[str, Phase])
         "ref_logprobs": not getattr(options, "needs_reference", False),
         "teach": not bound_roles(run),
     }
-    possible = [name for name in ORDER if set(table[name].roles) <= set(run.roles) and not skipped.get(name)]
+    order = (*BEFORE_SCORING, *_scoring(run), *AFTER_SCORING)
+    possible = [name for name in order if set(table[name].roles) <= set(run.roles) and not skipped.get(name)]
     return [name for name in possible if set(table[name].roles) & set(roles)] or ["running"]
 
 
@@ -120,7 +128,7 @@ def kind_of(role: str, holder: Holder, part: str) -> str:
     """The part by the name under which turns move it; `working` is there only while the role works."""
     if part == "activations":
         return "working"
-    if is_teacher(role):  # whatever runs it, its memory moves as one
+    if is_teacher(role) or is_scorer(role):  # whatever runs it, its memory moves as one
         return "model"
     if isinstance(holder, Engine):
         return "weights" if part == "weights" else "kv_cache"
@@ -130,13 +138,9 @@ def kind_of(role: str, holder: Holder, part: str) -> str:
 def _aside(run: RunConfig, role: str, kind: str, *, works: bool) -> bool:
     """Whether a part leaves a shared device while it is not needed; `works`: its role does, without it."""
     placement = run.placement
-    if role == "train":
-        if kind == "gradients":  # dropped with whatever leaves
-            return bool(placement.offload_optimizer or (placement.offload_model and not works))
-        return bool(placement.offload_optimizer if kind == "optimizer" else placement.offload_model)
-    if is_teacher(role):
-        return bool(getattr(placement, "offload_teacher_model", False))
-    return role in ("rollout", "sampler") and bool(placement.sleep_level)
+    if kind == "gradients":  # dropped with whatever leaves
+        return moves(role, "optimizer", placement) or (moves(role, "model", placement) and not works)
+    return moves(role, kind, placement)
 
 
 def bound_roles(run: RunConfig) -> list[Spec]:

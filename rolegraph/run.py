@@ -17,6 +17,7 @@ from rolegraph.algorithms.config import Needs
 from rolegraph.algorithms.teachers import Teachers
 from rolegraph.config.rules import settle
 from rolegraph.config.schema import RunConfig, Spec
+from rolegraph.config.turn_rules import takes_no_device
 from rolegraph.data import Dataset
 from rolegraph.errors import ConfigError, PlanError
 from rolegraph.graph import GraphOptions, OnReady, RoleGraph
@@ -152,8 +153,10 @@ def _role_spec(role: str, spec: Spec, kind: type[Role]) -> RoleSpec:
 
 
 def _turns(config: RunConfig, placed: Plan, algorithm: type[Algorithm]) -> TurnTaker:
-    kinds = {role: algorithm.interface_of(role) for role in placed.roles}
-    return TurnTaker(turns_of(placed.groups, kinds, config.placement))
+    # Who computes in moments of a core, or elsewhere, keeps nobody from a device and waits for none.
+    kinds = {role: algorithm.interface_of(role) for role in placed.roles if not takes_no_device(config, role)}
+    groups = [[role for role in group if role in kinds] for group in placed.groups]
+    return TurnTaker(turns_of(groups, kinds, config.placement))
 
 
 def _make_room(config: RunConfig, placed: Plan, turns: TurnTaker) -> OnReady | None:

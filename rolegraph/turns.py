@@ -14,8 +14,9 @@ from enum import Enum
 from typing import Literal, Protocol
 
 from rolegraph.errors import TurnError
-from rolegraph.interfaces import RolloutRole, TeacherRole, TrainRole
+from rolegraph.interfaces import ORMRole, PRMRole, RolloutRole, SamplerRole, TeacherRole, TrainRole
 from rolegraph.placement import PlacementConfig
+from rolegraph.placement.shares import MOVABLE, moves
 from rolegraph.role import Role
 
 Parts = tuple[str, ...]
@@ -51,9 +52,32 @@ PHASES: Mapping[str, Phase] = {
     "teacher": Phase({"teacher": ("model",)}),
     "teacher_head": Phase({"train": ("model",), "teacher": ("model",)}),
     "teach": Phase({"train": ("model",)}),
-    "score": Phase({"orm": ()}),
+    "sample": Phase({"sampler": ("weights", "kv_cache")}),
+    "score": Phase({"orm": ("model",)}),
+    "score_prm": Phase({"prm": ("model",)}),
 }
-"""The phases of the algorithms here; an algorithm with others has a table `phases` of its own."""
+"""The phases of the algorithms here; an algorithm with others has a table `phases` of its own. A part that a role does
+not have takes nothing: an orm of functions has no model."""
+
+
+def scoring(role: str) -> dict[str, Phase]:
+    """The phase in which a prm or orm role works, by its name: one each, so that those that share a device take turns.
+
+    >>> scoring("orm"), scoring("orm_judge")["score_orm_judge"].roles
+    ({'score': Phase(needs={'orm': ('model',)}, fills={})}, ('orm_judge',))
+    """
+    return {"score" if role == "orm" else f"score_{role}": Phase({role: ("model",)})}
+
+
+FAMILIES: tuple[tuple[type[Role], str], ...] = (
+    (TrainRole, "train"),
+    (RolloutRole, "rollout"),
+    (SamplerRole, "sampler"),
+    (TeacherRole, "teacher"),
+    (PRMRole, "prm"),
+    (ORMRole, "orm"),
+)
+"""By what `placement.shares` knows each interface, whatever the name of the role."""
 
 
 class Rest(Enum):
@@ -257,16 +281,12 @@ def turns_of(groups: Iterable[Sequence[str]], kinds: Mapping[str, type[Role]], p
 
 def tenant(kind: type[Role], placement: PlacementConfig) -> Tenant | None:
     """How a role of this interface makes room; null for one that takes no memory of a device."""
-    host = {True: Rest.HOST, False: Rest.STAYS}
-    if issubclass(kind, TrainRole):
-        return Tenant({"model": host[placement.offload_model], "optimizer": host[placement.offload_optimizer]})
-    if issubclass(kind, RolloutRole):
-        weights = (Rest.STAYS, Rest.HOST, Rest.LOST)[placement.sleep_level]
-        cache = Rest.EMPTY if placement.sleep_level else Rest.STAYS
-        return Tenant({"weights": weights, "kv_cache": cache}, is_whole=True)
-    if issubclass(kind, TeacherRole):
-        return Tenant({"model": host[placement.offload_teacher_model]})
-    return None
+    name = next((name for interface, name in FAMILIES if issubclass(kind, interface)), None)
+    if name is None:
+        return None
+    away = {"kv_cache": Rest.EMPTY, "weights": Rest.LOST if placement.sleep_level == 2 else Rest.HOST}
+    parts = {part: away.get(part, Rest.HOST) if moves(name, part, placement) else Rest.STAYS for part in MOVABLE[name]}
+    return Tenant(parts, is_whole="kv_cache" in parts)
 
 
 class Mover(Protocol):

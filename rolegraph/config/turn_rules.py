@@ -6,7 +6,8 @@ import importlib
 from collections.abc import Iterator
 
 from rolegraph.config.schema import RunConfig
-from rolegraph.role import is_teacher
+from rolegraph.placement.shares import MOVABLE
+from rolegraph.role import family
 
 
 def algorithm_roles(target: str) -> tuple[dict[str, tuple[type, bool]], dict[str, type]]:
@@ -38,12 +39,17 @@ def tenants_beside(run: RunConfig, role: str) -> set[str]:
     """Roles of the run that compute on the same devices, `role` aside."""
     group = next((set(group) for group in run.placement.sharing(run.roles) if role in group), set[str]())
     others = (group & run.started.keys()) - {role}
-    return {name for name in others if not getattr(run.roles[name].config, "never_on_gpu", False)}
+    return {name for name in others if not takes_no_device(run, name)}
+
+
+def takes_no_device(run: RunConfig, role: str) -> bool:
+    """Whether a role computes in moments of a core, or elsewhere altogether (reward functions, services)."""
+    return bool(getattr(run.roles[role].config, "never_on_gpu", False))
 
 
 def turns_make_room(run: RunConfig) -> Iterator[str]:
     """What is asked of roles that share devices is asked of some that do, and can be undone."""
-    from rolegraph.interfaces import RolloutRole, TeacherRole, TrainRole
+    from rolegraph.interfaces import ORMRole, PRMRole, RolloutRole, SamplerRole, TeacherRole, TrainRole
 
     try:
         declared, more = algorithm_roles(run.algorithm.target)
@@ -52,13 +58,17 @@ def turns_make_room(run: RunConfig) -> Iterator[str]:
     kinds = {role: kind for role, (kind, _) in declared.items() if role in run.started}
     for prefix, interface in more.items():
         kinds |= {role: interface for role in run.started if role.startswith(prefix) and role not in kinds}
-    trainers = [role for role, kind in kinds.items() if issubclass(kind, TrainRole) and tenants_beside(run, role)]
-    teachers = [role for role, kind in kinds.items() if issubclass(kind, TeacherRole) and tenants_beside(run, role)]
-    engines = [role for role, kind in kinds.items() if issubclass(kind, RolloutRole) and tenants_beside(run, role)]
+
+    def sharing_devices(*interfaces: type) -> list[str]:
+        mine = [role for role, kind in kinds.items() if issubclass(kind, interfaces) and not takes_no_device(run, role)]
+        return [role for role in mine if tenants_beside(run, role)]
+
+    trainers, engines = sharing_devices(TrainRole), sharing_devices(RolloutRole, SamplerRole)
     settings: dict[str, tuple[object, list[str], str]] = {
         "offload_model": (run.placement.offload_model, trainers, "role that trains"),
         "offload_optimizer": (run.placement.offload_optimizer, trainers, "role that trains"),
-        "offload_teacher_model": (run.placement.offload_teacher_model, teachers, "teacher"),
+        "offload_teacher_model": (run.placement.offload_teacher_model, sharing_devices(TeacherRole), "teacher"),
+        "offload_reward_model": (run.placement.offload_reward_model, sharing_devices(PRMRole, ORMRole), "reward model"),
         "sleep_level": (run.placement.sleep_level, engines, "engine"),
     }
     whoever_can = run.tree.get("placement", {}).get("colocate_groups") == "all"
@@ -89,5 +99,5 @@ def _sleeps(run: RunConfig, role: str, *, is_synced: bool) -> Iterator[str]:
 
 def needs_sleep_mode(run: RunConfig, role: str) -> bool:
     """Whether an engine has to be started so that it can be put to sleep."""
-    gives_way = run.placement.offload_teacher_model if is_teacher(role) else run.placement.sleep_level > 0
-    return gives_way and bool(tenants_beside(run, role))
+    keys = set(MOVABLE.get(family(role), {}).values())
+    return any(getattr(run.placement, key) for key in keys) and bool(tenants_beside(run, role))

@@ -32,6 +32,8 @@ class PlacementConfig:
     """The same for optimizer state, which only a training step needs."""
     offload_teacher_model: bool = False
     """A teacher that shares its devices moves its weights to host memory while others have their turn."""
+    offload_reward_model: bool = False
+    """The same for the model of a prm or orm role; reward functions and services take no device."""
     sleep_level: int = 0
     """What an engine that shares its devices does while others have their turn. 0: keeps weights and KV cache. 1: moves
     the weights to host memory and frees the KV cache. 2: frees both; the next weight sync brings the weights back."""

@@ -9,7 +9,7 @@ import pytest
 
 from rolegraph.errors import RoleError, TurnError
 from rolegraph.group import RoleGroup
-from rolegraph.interfaces import ORMRole, RolloutRole, TeacherRole, TrainRole
+from rolegraph.interfaces import ORMRole, PRMRole, RolloutRole, SamplerRole, TeacherRole, TrainRole
 from rolegraph.member import LocalSent
 from rolegraph.movers import mover
 from rolegraph.placement import PlacementConfig
@@ -61,13 +61,20 @@ async def test_endpoints_of_each_kind() -> None:
     await moved.away(("weights", "kv_cache"))
     await moved.back(("weights",))
     assert calls == [(r, *call) for call in (("sleep", 2), ("wake_up", ("weights",))) for r in (0, 1)]
-    teacher, _, calls = running(TeacherRole, "teacher")
-    moved = mover(teacher, PlacementConfig())
-    await moved.away(("model",))
-    await moved.back(("model",))
-    assert calls == [(r, name) for name in ("offload", "onload") for r in (0, 1)]
+    sampler, _, calls = running(SamplerRole, "sampler")
+    moved = mover(sampler, PlacementConfig(sleep_level=1))
+    await moved.away(("weights", "kv_cache"))
+    await moved.back(("weights", "kv_cache"))
+    assert calls == [(r, *call) for call in (("sleep", 1), ("wake_up", ("weights", "kv_cache"))) for r in (0, 1)]
+    models: tuple[type[Role], ...] = (TeacherRole, PRMRole, ORMRole)
+    for kind in models:
+        model, _, calls = running(kind, "model")
+        moved = mover(model, PlacementConfig())
+        await moved.away(("model",))
+        await moved.back(("model",))
+        assert calls == [(r, name) for name in ("offload", "onload") for r in (0, 1)]
     with pytest.raises(TurnError, match="has no parts that move"):
-        mover(running(ORMRole, "orm")[0], PlacementConfig())
+        mover(running(Role, "other")[0], PlacementConfig())
 
 
 async def test_a_replica_that_dies_is_left_out() -> None:

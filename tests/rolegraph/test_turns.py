@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from rolegraph.errors import TurnError
-from rolegraph.interfaces import ORMRole, RolloutRole, TeacherRole, TrainRole
+from rolegraph.interfaces import ORMRole, PRMRole, RolloutRole, SamplerRole, TeacherRole, TrainRole
 from rolegraph.placement import PlacementConfig
 from rolegraph.turns import (
     PHASES,
@@ -23,6 +23,7 @@ from rolegraph.turns import (
     Ticket,
     Turns,
     TurnTaker,
+    scoring,
     tenant,
     turns_of,
 )
@@ -122,15 +123,31 @@ def test_a_teacher_is_one_more_tenant() -> None:
 
 
 def test_a_teacher_has_room_made_for_it_and_a_verifier_needs_none() -> None:
-    kinds = {"train": TrainRole, "rollout": RolloutRole, "teacher": TeacherRole, "orm": ORMRole}
+    kinds = {"train": TrainRole, "rollout": RolloutRole, "teacher": TeacherRole}
     placement = PlacementConfig(offload_optimizer=True, sleep_level=1)
-    turns = turns_of([tuple(kinds)], kinds, placement)
+    turns = turns_of([(*kinds, "orm")], kinds, placement)
     assert go(turns, "score") == []
     assert go(turns, "teacher") == ["train away optimizer", "rollout away weights kv_cache"]
     assert go(turns, "train") == ["train back optimizer"]
     assert turns.first_rest("teacher") == turns.first_rest("orm") == []
     beside = turns_of([("train", "orm"), ("rollout",)], kinds, placement)
     assert go(beside, "generate") == go(beside, "train") == [], "nobody computes beside them"
+
+
+def test_reward_models_and_samplers_make_room_as_teachers_and_rollouts_do() -> None:
+    kinds = {"sampler": SamplerRole, "prm": PRMRole, "orm_judge": ORMRole}
+    turns = turns_of([tuple(kinds)], kinds, PlacementConfig(sleep_level=1, offload_reward_model=True))
+    for role in kinds:
+        for move in turns.first_rest(role):
+            turns.moved(move)
+    (judge,) = scoring("orm_judge").values()
+    assert go(turns, "sample") == ["sampler back weights kv_cache"]
+    assert go(turns, "score_prm") == ["sampler away weights kv_cache", "prm back model"]
+    ticket = turns.ask("score_orm_judge", judge)
+    turns.begin(ticket)
+    assert [(move.role, move.to) for move in turns.moves(ticket)] == [("prm", "away"), ("orm_judge", "back")]
+    stays = tenant(PRMRole, PlacementConfig(offload_teacher_model=True))
+    assert stays == Tenant({"model": Rest.STAYS}), "a key of its own says whether"
 
 
 # ----- weights that are gone -----
