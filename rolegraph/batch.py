@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -226,6 +227,13 @@ class Batch:
         gone = set(names)
         return self.select([name for name in self.column_names if name not in gone])
 
+    def rename(self, names: Mapping[str, str]) -> Batch:
+        """The same columns under new names, old name to new; no heavy column moves."""
+        if taken := [new for old, new in names.items() if new != old and new in self and new not in names]:
+            raise BatchError(f"cannot rename a column to {taken[0]!r}: there is one of that name")
+        here = self._here.rename_columns([names.get(name, name) for name in self._here.column_names])
+        return Batch(here, {names.get(name, name): c.renamed(name, names) for name, c in self._away.items()})
+
     # Joining
 
     def with_columns(self, columns: Mapping[str, Any]) -> Batch:
@@ -331,7 +339,7 @@ class Batch:
         for column in self._away.values():
             if id(column.place) not in moved:
                 moved[id(column.place)] = move(column.place)
-        return {name: Column(column.type, moved[id(column.place)]) for name, column in self._away.items()}
+        return {name: replace(column, place=moved[id(column.place)]) for name, column in self._away.items()}
 
     def _elsewhere(self, *names: str) -> str:
         listed = ", ".join(repr(name) for name in names)

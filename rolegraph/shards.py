@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -60,10 +60,16 @@ class LightPart:
 
 @dataclass(frozen=True)
 class Column:
-    """A heavy column that is elsewhere: its type and its place."""
+    """A heavy column that is elsewhere: its type, its place, and its name there where that is another one."""
 
     type: pa.DataType
     place: Place = field(repr=False)
+    stored: str | None = None
+
+    def renamed(self, name: str, names: Mapping[str, str]) -> Column:
+        """This column, called `name` so far, under its new name."""
+        there = self.stored or name
+        return replace(self, stored=None if names.get(name, name) == there else there)
 
 
 def concat_tables(tables: Sequence[pa.Table]) -> pa.Table:
@@ -82,7 +88,9 @@ def concat_away(parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
         key = tuple(id(place) for place in places)
         if key not in joined:
             joined[key] = Place.concat(places)
-        result[name] = Column(column.type, joined[key])
+        if odd := {part[name].stored for part in parts} - {column.stored}:
+            raise BatchError(f"cannot concatenate {name!r}: it is stored as {odd.pop()!r} in one of the batches")
+        result[name] = Column(column.type, joined[key], column.stored)
     return result
 
 
@@ -106,6 +114,8 @@ class Crate:
     """The rows of some heavy columns, with positions among the call's objects instead of references."""
 
     schema: pa.Schema
+    stored: tuple[str, ...]
+    """Names of the columns in the shards."""
     shards: tuple[tuple[int, int], ...]
     """(position among the objects, item of that object) of each shard."""
     shard: np.ndarray[Any, Any]
@@ -113,7 +123,8 @@ class Crate:
 
     def gather(self, objects: Sequence[Any]) -> pa.Table:
         """The rows, from the objects that arrived; zero-copy when they are one run of one shard."""
-        tables = [_item(objects[position], item).select(self.schema.names) for position, item in self.shards]
+        names = list(self.schema.names)
+        tables = [_item(objects[at], item).select(self.stored).rename_columns(names) for at, item in self.shards]
         if not len(self.row):
             return self.schema.empty_table()
         breaks = np.flatnonzero(np.diff(self.shard) != 0) + 1
@@ -154,16 +165,18 @@ def pack(here: pa.Table, away: Mapping[str, Column], refs: Refs, streamed: froze
     """A batch's columns as a parcel; the objects it needs are added to `refs`, but not those of `streamed` columns."""
     later = {name: column for name, column in away.items() if name in streamed}
     fields: dict[int, list[tuple[str, pa.DataType]]] = {}
+    stored: dict[int, list[str]] = {}
     places: dict[int, Place] = {}
     for name, column in away.items():
         if name in later:
             continue
         fields.setdefault(id(column.place), []).append((name, column.type))
+        stored.setdefault(id(column.place), []).append(column.stored or name)
         places[id(column.place)] = column.place
     crates = []
     for key, place in places.items():
         shards = tuple((refs.add(shard.ref), shard.item) for shard in place.shards)
-        crates.append(Crate(pa.schema(fields[key]), shards, place.shard, place.row))
+        crates.append(Crate(pa.schema(fields[key]), tuple(stored[key]), shards, place.shard, place.row))
     return Parcel(here, tuple(crates), later)
 
 

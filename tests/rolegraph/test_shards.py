@@ -56,6 +56,10 @@ def same(one: Batch, other: Batch) -> bool:
         lambda b: b.select(["text", "uid"]).with_columns({"x": np.arange(12)}),
         lambda b: b.select(["uid", "text"]).merge(b.select(["length", "response_ids"])).slice(2, 7),
         lambda b: b.drop(["uid", "length"]).slice(1, 5),
+        lambda b: b.rename({"text": "said", "uid": "name"}).slice(2, 9),
+        lambda b: b.rename({"text": "said"}).take([3, 1, 8]).rename({"said": "text"}),
+        lambda b: b.rename({"text": "said"}).merge(b.select(["text"])).take([11, 2]),
+        lambda b: Batch.concat([b.rename({"text": "said"}).slice(0, 2), b.rename({"text": "said"}).slice(7)]),
     ],
 )
 def test_rows_and_columns_are_those_of_a_local_batch(work: Callable[[Batch], Batch]) -> None:
@@ -65,6 +69,15 @@ def test_rows_and_columns_are_those_of_a_local_batch(work: Callable[[Batch], Bat
     assert not driver.is_local
     assert same(arrived(work(driver), store), work(local))
     assert len(work(driver)) == len(work(local))
+
+
+def test_names_that_are_taken_or_mean_different_columns_are_refused() -> None:
+    driver = on_driver(batch_of(12), {}, (12,))
+    with pytest.raises(BatchError, match="cannot rename a column to 'uid': there is one of that name"):
+        driver.rename({"text": "uid"})
+    other = driver.rename({"text": "x", "response_ids": "text"}).rename({"x": "response_ids"})
+    with pytest.raises(BatchError, match="cannot concatenate 'text': it is stored as 'response_ids' in one of"):
+        Batch.concat([driver.select(["text"]), other.select(["text"])])
 
 
 def test_scattered_rows_are_put_in_order() -> None:
