@@ -14,6 +14,8 @@ from rolegraph.losses.config import beta_near_end
 from rolegraph.role import is_teacher
 
 DISTILL_LOSS = "rolegraph.losses.distill.DistillLoss"
+TEACHER_KEY = "teacher_key"
+"""The column that says which teacher a row has: the role `teacher_` and its value, or `teacher` where it is null."""
 
 
 class RunLike(Protocol):

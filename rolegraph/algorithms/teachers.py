@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,9 +11,11 @@ import numpy as np
 
 from rolegraph.algorithms.base import Algorithm
 from rolegraph.algorithms.config import SelfTeacherConfig
+from rolegraph.algorithms.distillation import TEACHER_KEY as KEY
 from rolegraph.batch import Batch
 from rolegraph.errors import ConfigError
 from rolegraph.interfaces import TeacherRole, TrainRole
+from rolegraph.losses.advantages import Ints
 from rolegraph.turns import Phase
 
 ROWS_A_CALL = 64
@@ -21,8 +23,6 @@ ROWS_A_CALL = 64
 and a reader of a few rows pulls no more than that."""
 LARGE = ("teacher_hidden", "teacher_ids", "teacher_logprobs")
 """What a teacher gives that files of samples leave out: K numbers a token, and more."""
-KEY = "teacher_key"
-"""The column that says which teacher a row has: the role `teacher_` and its value, or `teacher` where it is null."""
 
 
 @dataclass(frozen=True)
@@ -106,25 +106,9 @@ class Teachers:
         order = np.concatenate([part for part, _ in parts])
         return rows.merge(found if np.array_equal(order, np.arange(len(rows))) else found.take(np.argsort(order)))
 
-    def assigned(self, rows: Batch) -> dict[str, np.ndarray[tuple[int], np.dtype[np.int64]]]:
-        """The rows of each teacher."""
-        names = list(self.by_role)
-        if KEY not in rows:
-            if len(names) > 1:
-                raise ConfigError(
-                    f"{len(names)} teachers take part ({', '.join(names)}), and the dataset has no column {KEY} that "
-                    "says which one a row has: add it (data.columns renames one), or keep one teacher"
-                )
-            return {names[0]: np.arange(len(rows))}
-        wanted = ["teacher" if key in (None, "") else f"teacher_{key}" for key in rows[KEY].to_pylist()]
-        if unknown := next((name for name in wanted if name not in self.by_role), None):
-            raise ConfigError(
-                f"row {rows['uid'][wanted.index(unknown)].as_py()} has {KEY}={unknown.removeprefix('teacher_')}, and "
-                f"this run has no role {unknown} (its teachers are {', '.join(names)}): add one with "
-                f"+teacher@{unknown}=NAME"
-            )
-        every = np.asarray(wanted)
-        return {role: np.flatnonzero(every == role) for role in dict.fromkeys(wanted)}
+    def assigned(self, rows: Batch) -> dict[str, Ints]:
+        """The rows of each teacher; see `assigned`."""
+        return assigned(rows, list(self.by_role))
 
     async def _call(self, role: str, rows: Batch, ask: Ask) -> Batch:
         return await self.by_role[role].score(rows, topk=ask.topk, hidden=ask.hidden, temperature=ask.temperature)
@@ -152,3 +136,23 @@ class Teachers:
             await train.use_teacher_head(teacher.config.weights)
         else:
             await train.use_teacher_head(*await teacher.head())
+
+
+def assigned(rows: Batch, names: Sequence[str]) -> dict[str, Ints]:
+    """The rows of each of the teachers of these names; raises ConfigError where a row's is none of them."""
+    if KEY not in rows:
+        if len(names) > 1:
+            raise ConfigError(
+                f"{len(names)} teachers take part ({', '.join(names)}), and the dataset has no column {KEY} that says "
+                "which one a row has: add it (data.columns renames one), or keep one teacher"
+            )
+        return {names[0]: np.arange(len(rows))}
+    wanted = ["teacher" if key in (None, "") else f"teacher_{key}" for key in rows[KEY].to_pylist()]
+    if unknown := next((name for name in wanted if name not in names), None):
+        raise ConfigError(
+            f"row {rows['uid'][wanted.index(unknown)].as_py()} has {KEY}={unknown.removeprefix('teacher_')}, and "
+            f"this run has no role {unknown} (its teachers are {', '.join(names)}): add one with "
+            f"+teacher@{unknown}=NAME"
+        )
+    every = np.asarray(wanted)
+    return {role: np.flatnonzero(every == role) for role in dict.fromkeys(wanted)}

@@ -11,6 +11,7 @@ import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from rolegraph.algorithms.distillation import TEACHER_KEY
 from rolegraph.config.check import Problem
 from rolegraph.config.model_rules import positions_suffice, room, sizes_divide
 from rolegraph.config.provenance import join
@@ -196,6 +197,17 @@ def raw_text_is_no_chat(run: RunConfig) -> Iterator[str]:
             yield f"data.{key} has no effect: {run.algorithm.name} trains on raw text, without a chat: remove it"
 
 
+def rows_name_their_teacher(run: RunConfig) -> Iterator[str]:
+    """With several teachers, rows can say which one they have. What files say is known once they are read."""
+    teachers = [role for role in run.roles if is_teacher(role)]
+    made = run.data.source == "reasoning_gym" and not run.data.preprocessors
+    if len(teachers) > 1 and made and TEACHER_KEY not in run.data.columns:
+        yield (
+            f"{len(teachers)} teachers take part ({', '.join(teachers)}), and rows of data.source=reasoning_gym have "
+            f"no column {TEACHER_KEY} that says which one a row has: add it by data.preprocessors, or keep one teacher"
+        )
+
+
 def free_fields_are_known(run: RunConfig) -> Iterator[str]:
     """Keys that a role hands on to a library are fields there, as far as the library is installed.
 
@@ -291,6 +303,7 @@ RULES: list[Callable[[RunConfig], Iterator[str]]] = [
     every_rank_has_rows,
     schedules_end,
     raw_text_is_no_chat,
+    rows_name_their_teacher,
     free_fields_are_known,
     one_process_suffices,
     overlap_has_devices,

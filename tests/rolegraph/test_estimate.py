@@ -108,7 +108,12 @@ def test_what_steps_aside_is_not_there(model: list[str]) -> None:
 
 
 def test_teachers_of_any_name_work_together_and_step_aside(model: list[str]) -> None:
-    teachers = ["+teacher@teacher_math=huggingface", "teacher=huggingface", "algorithm=gkd"]
+    teachers = [
+        "+teacher@teacher_math=huggingface",
+        "teacher=huggingface",
+        "algorithm=gkd",
+        "data.preprocessors=[mine.with_teacher_key]",
+    ]
     overrides = [*model, *teachers, "placement=colocate", "train.gpus=8", "algorithm.gkd_logits_topk=4"]
     _, placed, found = estimated(overrides, "1x8xH200-141G", offload_teacher_model=True)
     (need,) = found.needs

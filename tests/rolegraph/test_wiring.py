@@ -74,7 +74,7 @@ def test_a_teacher_with_another_tokenizer_is_refused_by_the_first_token_that_dif
     word, token = sorted(words.items(), key=lambda item: item[1])[70]
     other = another(policy, "renamed", rename=word)
     for role in ("teacher", "teacher_math"):
-        more = ["+teacher@teacher_math=huggingface"] if role != "teacher" else []
+        more = ["+teacher@teacher_math=huggingface", "data.preprocessors=[mine.with_key]"] if role != "teacher" else []
         with pytest.raises(ConfigError) as caught:
             with_models(distilled(*more, f"{role}.model={other}"), policy)
         message = str(caught.value)

@@ -21,6 +21,8 @@ from tests.rolegraph.config.conftest import Folder
 GKD = ("algorithm=gkd", "train=megatron", "rollout=vllm", "placement=separate", "algorithm.gkd_logits_topk=8")
 LENGTHS = ("data.max_length=100", "algorithm.max_completion_length=20")
 SHORT = ("algorithm.lmbda=0", "rollout=null")
+KEYED = "data.preprocessors=[mine.with_teacher_key]"
+"""Questions that are made say nothing of teachers by themselves."""
 
 
 def run_of(*overrides: str, folder: Folder | None = None) -> RunConfig:
@@ -51,10 +53,24 @@ def test_a_group_is_chosen_for_another_place_with_and_without_plus(plus: str, us
 
 @pytest.mark.parametrize("plus", ["", "+"])
 def test_a_second_teacher(plus: str) -> None:
-    run = run_of("teacher=vllm", f"{plus}teacher@teacher_math=huggingface", "teacher_math.model=/somewhere", *LENGTHS)
+    run = run_of(
+        "teacher=vllm", f"{plus}teacher@teacher_math=huggingface", "teacher_math.model=/somewhere", *LENGTHS, KEYED
+    )
     assert isinstance(run.roles["teacher"].config, VLLMTeacherConfig)
     assert isinstance(run.roles["teacher_math"].config, HuggingFaceTeacherConfig)
     assert run.roles["teacher_math"].config.model == "/somewhere"
+
+
+def test_rows_that_are_made_have_to_name_one_of_several_teachers() -> None:
+    two = ("teacher=huggingface", "+teacher@teacher_math=huggingface")
+    expected = (
+        "2 teachers take part (teacher, teacher_math), and rows of data.source=reasoning_gym have no column "
+        "teacher_key that says which one a row has: add it by data.preprocessors, or keep one teacher"
+    )
+    assert expected in " ".join(refused(*two).split())
+    run_of(*two, KEYED)
+    run_of(*two, "+data.columns.teacher_key=source")
+    run_of(*two, "data=jsonl", "data.path=rows.jsonl")  # what a file says is known once it is read
 
 
 def test_an_unknown_choice_at_another_place_is_named() -> None:
@@ -88,7 +104,7 @@ def test_an_engine_that_teaches_has_room_for_the_longest_row_and_a_token(
 def test_the_rollout_needs_no_room_for_what_teachers_read() -> None:
     run = run_of("teacher=vllm", *LENGTHS, "data.max_teacher_prompt_length=150")
     assert run.roles["rollout"].config.max_model_len == 120
-    more = run_of("teacher=huggingface", "+teacher@teacher_math=vllm", *LENGTHS)
+    more = run_of("teacher=huggingface", "+teacher@teacher_math=vllm", *LENGTHS, KEYED)
     assert more.roles["teacher_math"].config.max_model_len == 121
 
 
@@ -113,7 +129,7 @@ def test_positions_of_a_teacher(tmp_path: Path) -> None:
             "gkd_logits_topk=8 is more than teacher.max_logprobs=7: lower it, or set teacher",
         ),
         (
-            ("+teacher@teacher_math=vllm", "teacher_math.max_logprobs=7"),
+            ("+teacher@teacher_math=vllm", "teacher_math.max_logprobs=7", KEYED),
             "algorithm.gkd_logits_topk=8 is more than teacher_math.max_logprobs=7",
         ),
         (("teacher.max_logprobs=0",), "teacher.max_logprobs=0 must be at least 1, or null"),

@@ -68,6 +68,7 @@ def test_a_teacher_of_any_name_may_step_aside() -> None:
         "algorithm=gkd",
         "teacher=huggingface",
         "+teacher@teacher_math=huggingface",
+        "data.preprocessors=[mine.with_teacher_key]",
         "algorithm.gkd_logits_topk=4",
     ]
     assert load([*overrides, "placement=separate", *layout]).run.placement.offload_teacher_model
