@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -104,7 +105,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=576)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    options = parser.parse_args()
+    options = parser.parse_args(sys.argv[1:] if __name__ == "__main__" else [])
     torch.set_num_threads(options.threads)
     results = measure(options.tokens, options.vocabulary, options.hidden, options.rounds)
     base_seconds, base_peak = results["plain"]
