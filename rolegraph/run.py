@@ -14,7 +14,8 @@ from typing import Any
 
 from rolegraph.algorithms.base import Algorithm
 from rolegraph.algorithms.config import Needs
-from rolegraph.algorithms.teachers import Teachers
+from rolegraph.algorithms.scorers import Scorers
+from rolegraph.algorithms.teachers import Teachers, assigned
 from rolegraph.config.rules import settle
 from rolegraph.config.schema import RunConfig, Spec
 from rolegraph.config.turn_rules import takes_no_device
@@ -28,12 +29,12 @@ from rolegraph.parcel import code_folder
 from rolegraph.placement import Plan, plan, requests, this_machine
 from rolegraph.placement.environment import as_environment
 from rolegraph.rewards.config import RewardConfig
-from rolegraph.role import Role
+from rolegraph.role import Role, is_teacher
 from rolegraph.telemetry import Telemetry
 from rolegraph.telemetry.report import write_report
 from rolegraph.turns import TurnTaker, turns_of
 from rolegraph.weights import WeightSync
-from rolegraph.wiring import handles_of, import_target, teachers_of, weight_sync, with_models
+from rolegraph.wiring import handles_of, import_target, scorers_of, teachers_of, weight_sync, with_models
 
 REMIND_EVERY_S = 60.0
 """Between two lines that say what a slow start waits for."""
@@ -52,6 +53,8 @@ class Run:
     """Whose turn it is on devices that roles share; by itself it keeps nobody waiting."""
     teachers: Teachers = field(default_factory=lambda: Teachers({}))
     """All teachers behind one call; empty where nothing is distilled."""
+    scorers: Scorers = field(default_factory=lambda: Scorers({}))
+    """All prm and orm roles behind one call; empty where nothing is scored."""
 
 
 def main(config: RunConfig) -> None:
@@ -109,6 +112,7 @@ async def _run(config: RunConfig, run_dir: Path) -> None:
             weight_sync(config, placed, graph),
             turns,
             teachers_of(config, handles),
+            scorers_of(config, handles),
         )
         algorithm = algorithm_class(config.algorithm.config, run)
         for name in dict.fromkeys((*algorithm_class.roles(), *handles)):
@@ -238,7 +242,10 @@ async def _load(config: RunConfig, model_path: str) -> Dataset:
     from rolegraph.data import load
 
     needs: Needs = getattr(config.algorithm.config, "data_needs", "prompt")
-    return await asyncio.to_thread(load, config.data, model_path, needs, use_ray=config.use_ray)
+    dataset = await asyncio.to_thread(load, config.data, model_path, needs, use_ray=config.use_ray)
+    if teachers := [role for role in config.roles if is_teacher(role)]:
+        assigned(dataset.rows, teachers)  # while the roles still start
+    return dataset
 
 
 def _exp_name(config: RunConfig) -> str:

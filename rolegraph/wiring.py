@@ -6,13 +6,14 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
+from rolegraph.algorithms.scorers import Scorers
 from rolegraph.algorithms.teachers import Teachers
 from rolegraph.config.schema import RunConfig
 from rolegraph.errors import ConfigError
 from rolegraph.graph import RoleGraph
 from rolegraph.models import ModelConfig, ensure
 from rolegraph.placement import Plan
-from rolegraph.role import is_teacher
+from rolegraph.role import is_scorer, is_teacher
 from rolegraph.weights import WeightSync
 
 
@@ -62,6 +63,18 @@ def teachers_of(config: RunConfig, handles: Mapping[str, Any]) -> Teachers:
     roles = [role for role in handles if is_teacher(role)]
     as_asked = all(getattr(config.roles[role].config, "temperatures", False) for role in roles)
     return Teachers({role: handles[role] for role in roles}, None if as_asked else 1.0)
+
+
+def scorers_of(config: RunConfig, handles: Mapping[str, Any]) -> Scorers:
+    """All reward roles of the run, with what the algorithm's config says about their scores; none where it has none."""
+    options = config.algorithm.config
+    how = getattr(options, "prm_reward", None)
+    return Scorers(
+        {role: handle for role, handle in handles.items() if is_scorer(role)},
+        weights=getattr(options, "score_weights", {}),
+        reduce="min" if how in (None, "per_step") else how,
+        left_out=frozenset({"prm"} if how == "per_step" else ()),
+    )
 
 
 def weight_sync(config: RunConfig, placed: Plan, graph: RoleGraph) -> WeightSync | None:

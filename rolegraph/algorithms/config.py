@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge
 
 from rolegraph.algorithms.distillation import GKDConfig, SelfTeacherConfig
-from rolegraph.algorithms.options import Needs, OverlapOptions, SamplingOptions, WarmStartConfig
-from rolegraph.interfaces import LossSpec
+from rolegraph.algorithms.options import Needs, OverlapOptions, SamplingOptions, ScoreOptions, WarmStartConfig
+from rolegraph.interfaces import LossSpec, StepReduce
 from rolegraph.losses.config import PolicyLossConfig, PolicyOptions, changed
-from rolegraph.role import is_teacher
+from rolegraph.role import is_scorer, is_teacher
 
 __all__ = ["GKDConfig", "GRPOConfig", "Needs", "PTConfig", "SFTConfig", "SelfTeacherConfig", "WarmStartConfig"]
 
@@ -61,7 +61,7 @@ class PTConfig(SFTConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPOConfig(PolicyOptions, SamplingOptions, OverlapOptions):
+class GRPOConfig(PolicyOptions, SamplingOptions, OverlapOptions, ScoreOptions):
     """Group-relative policy optimisation: samples a prompt, rewards, advantages, policy-gradient steps.
 
     One generation draws `steps_per_generation * global_batch_size` samples; they are cut into `steps_per_generation`
@@ -90,6 +90,12 @@ class GRPOConfig(PolicyOptions, SamplingOptions, OverlapOptions):
     """Replace groups whose rewards are all equal by sampling further prompts (DAPO)."""
     max_resample_times: Annotated[int, Ge(1)] | None = None
     """Further sampling rounds a generation with dynamic_sample; null: 3. After them it trains on what there is."""
+
+    prm_reward: StepReduce | Literal["per_step"] | None = None
+    """What the scores of a response's steps amount to. min, mean, last: one number, a part of the sample's reward;
+    null: min. per_step: each step's score is a reward of its own, normalised over all steps of the group; a token's
+    advantage is that of its row plus the rewards of the steps that end at it or later (arXiv:2402.03300, section
+    4.1.3), times score_weights.prm."""
 
     loss: LossSpec | None = None
     """The loss, a class or a function by `_target_`; null: `rolegraph.losses.policy.PolicyLoss` with the options above.
@@ -180,6 +186,10 @@ class GRPOConfig(PolicyOptions, SamplingOptions, OverlapOptions):
             options["kl_returns"] = self.scale
         if self.loss_type == "dr_grpo":
             options["max_completion_length"] = self.max_completion_length
+        if self.prm_reward == "per_step":
+            options["step_scale"] = self.scale
+            if (weight := self.score_weights.get("prm", 1.0)) != 1:
+                options["step_weight"] = weight
         return LossSpec(POLICY_LOSS, options)
 
     def check(self, run: object) -> Iterator[str]:
@@ -187,7 +197,9 @@ class GRPOConfig(PolicyOptions, SamplingOptions, OverlapOptions):
         yield from self._check_batch()
         yield from self._check_estimator()
         yield from self.check_overlap()
-        yield from self._check_teacher(getattr(run, "roles", None))
+        if (roles := getattr(run, "roles", None)) is not None:
+            yield from self._check_teacher(roles)
+            yield from self._check_rewards(roles)
         corrected = replace(self, rollout_importance_correction="truncate") if self.corrects_by_default else self
         yield from corrected.check_loss("algorithm")
         if self.max_resample_times is not None and not self.dynamic_sample:
@@ -210,10 +222,8 @@ class GRPOConfig(PolicyOptions, SamplingOptions, OverlapOptions):
         given = self.loss.kwargs.get("teacher_kl_coef") if self.loss else self.teacher_kl_coef
         return float(given or 0.0) > 0
 
-    def _check_teacher(self, roles: Mapping[str, Any] | None) -> Iterator[str]:
-        """A teacher and its coefficient come together; rewards may stay away only with them."""
-        if roles is None:
-            return
+    def _check_teacher(self, roles: Mapping[str, Any]) -> Iterator[str]:
+        """A teacher and its coefficient come together."""
         teachers = [role for role in roles if is_teacher(role)]
         if self.has_teacher and not teachers:
             yield "algorithm.teacher_kl_coef needs a teacher: choose one with teacher=NAME (or self), or set it to 0"
@@ -227,11 +237,29 @@ class GRPOConfig(PolicyOptions, SamplingOptions, OverlapOptions):
                         f"temperature, and those of {role}={roles[role].name} are always of temperature 1: set "
                         f"algorithm.temperature=1, or {role}=megatron or huggingface"
                     )
-        if "orm" not in roles:
-            if not self.has_teacher:
-                yield "nothing to learn from without rewards: choose orm=functions, or a teacher and teacher_kl_coef"
-            if self.dynamic_sample:
-                yield "algorithm.dynamic_sample=true looks at rewards, and orm=null: set it to false, or orm=functions"
+
+    def _check_rewards(self, roles: Mapping[str, Any]) -> Iterator[str]:
+        """Rewards may stay away only with a teacher, and each role that gives some has a say."""
+        yield from self.check_weights(roles)
+        scorers, per_step = [role for role in roles if is_scorer(role)], self.prm_reward == "per_step"
+        for role in scorers:
+            if self.score_weights.get(role) == 0:
+                yield f"{role} is idle with algorithm.score_weights.{role}=0: give it another weight, or {role}=null"
+        if not scorers and not self.has_teacher:
+            yield "nothing to learn from without rewards: choose orm=functions, or a teacher and teacher_kl_coef"
+        if self.dynamic_sample and not [role for role in scorers if not (per_step and role == "prm")]:
+            without = "no role rewards whole responses" if scorers else "orm=null"
+            yield f"algorithm.dynamic_sample=true looks at rewards, and {without}: set it to false, or orm=functions"
+        if self.prm_reward is not None and "prm" not in roles:
+            yield f"algorithm.prm_reward={self.prm_reward} has no effect without a prm: choose one with prm=NAME"
+        step_scale = self.loss.kwargs.get("step_scale") if self.loss else None
+        if per_step and self.loss is not None and self.loss.target == POLICY_LOSS and step_scale is None:
+            yield (
+                "algorithm.prm_reward=per_step belongs to the default loss, and algorithm.loss is given: set "
+                "algorithm.loss.step_scale=group as well, or remove algorithm.loss"
+            )
+        if step_scale is not None and not per_step:
+            yield "algorithm.loss.step_scale rewards single steps: set algorithm.prm_reward=per_step as well"
 
     def _check_batch(self) -> Iterator[str]:
         size, group = self.global_batch_size, self.num_generations
@@ -252,6 +280,12 @@ class GRPOConfig(PolicyOptions, SamplingOptions, OverlapOptions):
             yield (
                 f"algorithm.num_generations=1: {estimator} compares the samples of one prompt and needs at least 2 "
                 "(or advantage_estimator=reinforce_plus_plus, or a teacher with teacher_kl_coef)"
+            )
+        if self.prm_reward == "per_step" and estimator != "grpo":
+            yield (
+                f"algorithm.prm_reward=per_step compares each step with those of its group, and "
+                f"advantage_estimator={estimator} has another baseline: set advantage_estimator=grpo, or prm_reward to "
+                "min, mean or last"
             )
         if self.num_generations < 2 and self.dynamic_sample:
             yield "algorithm.dynamic_sample=true drops every group of num_generations=1 (no spread): set at least 2"

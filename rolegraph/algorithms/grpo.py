@@ -15,7 +15,7 @@ from rolegraph.algorithms.base import Algorithm
 from rolegraph.algorithms.config import GRPOConfig
 from rolegraph.algorithms.sft import warm_start
 from rolegraph.batch import Batch
-from rolegraph.interfaces import Metrics, ORMRole, RolloutRole, TeacherRole, TrainRole
+from rolegraph.interfaces import Metrics, ORMRole, PRMRole, RolloutRole, TeacherRole, TrainRole
 from rolegraph.losses import advantages
 from rolegraph.role import Role
 
@@ -34,6 +34,9 @@ class GRPO(Algorithm):
     weights as they were when its generation was taken, and a correction weighs each token by what these make of it over
     what the engine drew it with (decoupled PPO, arXiv:2505.24298).
 
+    A sample's reward is the weighted sum of what the reward roles say of it: `orm`, `prm`, and as many `orm_NAME` as a
+    config adds.
+
     The driver sees ids, lengths, rewards and advantages; token columns stay in the object store. A generation counts
     its planned optimizer steps even where rows were dropped and a step is left out, so that a run always ends.
     """
@@ -43,14 +46,16 @@ class GRPO(Algorithm):
     train: TrainRole
     rollout: RolloutRole
     orm: ORMRole | None
+    prm: PRMRole | None
     teacher: TeacherRole | None
-    more_roles: ClassVar[Mapping[str, type[Role]]] = MappingProxyType({"teacher_": TeacherRole})
+    more_roles: ClassVar[Mapping[str, type[Role]]] = MappingProxyType({"teacher_": TeacherRole, "orm_": ORMRole})
 
     def __init__(self, config: GRPOConfig, run: Run) -> None:
         super().__init__(config, run)
         self.loss = config.loss_spec()
         self.teachers, self.ask = run.teachers, run.teachers.asked(0, False, config.temperature)
-        self.phases = {**self.phases, **self.teachers.phases}
+        self.scorers = run.scorers
+        self.phases = {**self.phases, **self.teachers.phases, **self.scorers.phases}
         self.prompts = run.dataset.batches(config.prompts_per_generation, run.config.seed)
         self.rounds = 0
         """Calls of `generate` so far, the `step` of their samples: no two samples of a run share a seed."""
@@ -58,10 +63,10 @@ class GRPO(Algorithm):
     async def run(self) -> None:
         """Generate, score, compare, step; until the steps of the run are taken."""
         telemetry, config = self.job.telemetry, self.config
-        if config.warm_start is not None:
-            await warm_start(self, self.train, config.warm_start, rows=config.global_batch_size)
         if config.has_teacher:
             self.teachers.assigned(self.job.dataset.rows)  # each row has its teacher, before any step is taken
+        if config.warm_start is not None:
+            await warm_start(self, self.train, config.warm_start, rows=config.global_batch_size)
         if self.teachers.own is not None:
             async with self.turn("teach"):
                 await self.teachers.introduce(self.train, self.ask)
@@ -122,10 +127,7 @@ class GRPO(Algorithm):
         self.rounds += 1
         async with self.turn("generate"):
             samples = await self.rollout.generate(prompts.with_columns({"group": numbers}), sampling)
-        if self.orm is None:
-            return samples.with_columns({"reward": np.zeros(len(samples))})
-        async with self.turn("score"):
-            return await self.orm.score(samples)
+        return await self.scorers.score(self, samples)
 
     async def score_tokens(self, samples: Batch) -> Batch:
         """Add the trainer's logprobs where the loss compares with them, and the reference's.
@@ -174,7 +176,7 @@ class GRPO(Algorithm):
         """The metrics of a generation, over everything that was drawn for it."""
         groups = advantages.group_statistics(drawn.numpy("reward"), drawn.numpy("group"))
         overlong = int(measure.truncated(kept).sum()) if self.config.overlong_filter else 0
-        found = measure.of_samples(drawn, groups) if self.orm is not None else measure.of_lengths(drawn)
+        found = measure.of_samples(drawn, groups) if self.scorers else measure.of_lengths(drawn)
         found |= {"rows/drawn": float(len(drawn)), "rows/dropped": float(len(drawn) - len(kept) + overlong)}
         return found | ({"resample/rounds": rounds - 1.0} if self.config.dynamic_sample else {})
 

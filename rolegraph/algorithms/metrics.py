@@ -20,7 +20,10 @@ def of_samples(samples: Batch, groups: Groups) -> Metrics:
 
 
 def of_rewards(samples: Batch) -> Metrics:
-    """Mean and standard deviation of the rewards there are, the means of their parts, what is missing, and why."""
+    """Mean and standard deviation of the rewards there are, the means of their parts, what is missing, and why.
+
+    Scores by role are told where there are several, or that of a prm, whose parts have no number.
+    """
     reward = samples.numpy("reward")
     found: Metrics = {
         "reward/mean": _mean(reward),
@@ -29,6 +32,10 @@ def of_rewards(samples: Batch) -> Metrics:
     }
     if "reward_faults" in samples:
         found["reward/faults"] = float(samples.numpy("reward_faults").sum())
+    scores = [name for name in samples.column_names if name.startswith("scores/")]
+    for name in scores if scores != ["scores/orm"] else []:
+        values = samples.numpy(name)
+        found |= {f"{name}/mean": _mean(values), f"{name}/null": float(np.count_nonzero(~np.isfinite(values)))}
     for name in samples.column_names:
         if name.startswith("rewards/"):
             found[f"{name}/mean"] = _mean(samples.numpy(name))

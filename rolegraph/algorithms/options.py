@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 
 from rolegraph.interfaces import SamplingParams
+from rolegraph.role import is_scorer
 
 Needs = Literal["prompt", "response", "text"]
 
@@ -70,3 +71,21 @@ class SamplingOptions:
             seed=seed,
             step=step,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreOptions:
+    """What the reward roles of a run (prm, orm, orm_NAME) count in a response's total score."""
+
+    score_weights: Mapping[str, float] = field(default_factory=dict)
+    """Weight of each role's score in the sum, by the role's name; 1 for those that are not named."""
+
+    def check_weights(self, roles: Iterable[str]) -> Iterator[str]:
+        """Weights of roles that are not there."""
+        scorers = [role for role in roles if is_scorer(role)]
+        for role in self.score_weights:
+            if role not in scorers:
+                yield (
+                    f"algorithm.score_weights names `{role}`, and the reward roles of this run are "
+                    f"{', '.join(scorers) or 'none'}: remove it, or name one of those"
+                )

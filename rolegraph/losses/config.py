@@ -10,6 +10,7 @@ from annotated_types import Ge, Gt, Le
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"]
 ImportanceLevel = Literal["token", "sequence", "sequence_token"]
+StepScale = Literal["group", "batch", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +83,12 @@ class PolicyLossConfig(PolicyOptions):
     """Make per-token advantages of the column `reward` less beta times the KL still to come (REINFORCE++), normalised
     over the tokens of the global batch, or as they are; null: take the column `advantage`, and add the KL to the
     loss."""
+    step_scale: StepScale | None = None
+    """Add to each token's advantage the scores of the steps (columns `step_scores`, `step_ends`) that end at it or
+    later, less the mean over the steps of the group, divided by the standard deviation of the group's or of the global
+    batch's, or by none; null: steps have no say. Needs the column `group`."""
+    step_weight: float = 1.0
+    """What these are multiplied by."""
 
     def check(self, run: object) -> Iterator[str]:
         """Options that contradict each other or would be ignored."""
@@ -92,6 +99,10 @@ class PolicyLossConfig(PolicyOptions):
             yield f"algorithm.loss.max_completion_length has no effect with loss_type={self.loss_type}: remove it"
         if self.kl_returns is not None and self.beta == 0:
             yield "algorithm.loss.kl_returns has no effect with beta=0: set algorithm.loss.beta above 0"
+        if self.step_scale is not None and self.kl_returns is not None:
+            yield "algorithm.loss.step_scale and kl_returns both make advantages of tokens: set one of them to null"
+        if self.step_scale is None and changed(self, "step_weight"):
+            yield "algorithm.loss.step_weight has no effect without step_scale: set it to group, batch or none"
 
 
 def changed(config: object, name: str) -> bool:

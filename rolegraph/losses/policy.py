@@ -11,10 +11,12 @@ from torch import Tensor
 
 from rolegraph.losses import terms
 from rolegraph.losses.config import PolicyLossConfig
+from rolegraph.losses.steps import step_advantages
 from rolegraph.losses.types import LossOutput, Reduce, Stat, TokenBatch
 
 KEPT = "policy_gradient_mask"
 RETURNS = "token_advantage"
+STEPS = "step_advantage"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +26,8 @@ class PolicyLoss(PolicyLossConfig):
     Columns: `advantage` a row (or `reward` with `kl_returns`); `logprobs` of the weights that the ratio is against,
     where missing the current ones, which is exact when every sample is used for one step; `ref_logprobs` for the KL;
     `teacher_token_logprobs` for `teacher_kl_coef`;
-    `rollout_logprobs` for the importance correction; `entropy` for `top_entropy_quantile`. Every option keeps its
+    `rollout_logprobs` for the importance correction; `entropy` for `top_entropy_quantile`; `step_scores`, `step_ends`
+    and `group` for `step_scale`. Every option keeps its
     meaning however rows are split over micro-batches and ranks.
 
     Subclasses change a term by overriding its method.
@@ -67,6 +70,11 @@ class PolicyLoss(PolicyLossConfig):
         if self.top_entropy_quantile < 1:
             entropy = column(tokens, "entropy")
             columns[KEPT] = terms.highest_entropy(entropy, tokens.mask, self.top_entropy_quantile, reduce)
+        if self.step_scale is not None:
+            if tokens.steps is None:
+                raise KeyError("step_scale needs the columns 'step_scores' and 'step_ends': let a prm score the rows")
+            group = column(tokens, "group")
+            columns[STEPS] = step_advantages(tokens, tokens.steps, group, self.step_scale, reduce)
         return columns
 
     def old_logprobs(self, tokens: TokenBatch) -> Tensor:
@@ -77,7 +85,8 @@ class PolicyLoss(PolicyLossConfig):
         """[tokens] advantages."""
         if RETURNS in tokens.columns:
             return tokens.columns[RETURNS]
-        return tokens.per_token(column(tokens, "advantage")).to(tokens.logprobs.dtype)
+        of_row = tokens.per_token(column(tokens, "advantage")).to(tokens.logprobs.dtype)
+        return of_row + self.step_weight * tokens.columns[STEPS] if STEPS in tokens.columns else of_row
 
     def surrogate(self, logprobs: Tensor, ratio: Tensor, advantage: Tensor) -> Tensor:
         """[tokens] losses before weights and KL."""
@@ -147,7 +156,7 @@ def column(tokens: TokenBatch, name: str) -> Tensor:
     except KeyError:
         there = ", ".join(sorted(tokens.columns)) or "none"
         raise KeyError(f"the loss needs the column {name!r}, and the batch has {there}") from None
-    per_token = name not in ("advantage", "reward")
+    per_token = name not in ("advantage", "reward", "group")
     return _where_masked(values, tokens) if per_token else values
 
 

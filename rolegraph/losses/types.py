@@ -39,6 +39,18 @@ class States:
 
 
 @dataclass(frozen=True)
+class Steps:
+    """The scored steps of some rows, flat: row after row."""
+
+    scores: Tensor
+    """[steps] float64, NaN where a step has none."""
+    row: Tensor
+    """[steps] int64, the row each belongs to."""
+    last: Tensor
+    """[steps] int64, the last token of each among the tokens of the batch; -1 for one that has none."""
+
+
+@dataclass(frozen=True)
 class TokenBatch:
     """The response tokens of some rows, flat: row after row, without padding."""
 
@@ -59,6 +71,8 @@ class TokenBatch:
     """Of the current weights, with gradients; there when the loss asks for states."""
     teacher: States | None = None
     """Of the teacher, where the rows have its hidden states and the loss asks for states."""
+    steps: Steps | None = None
+    """Of `prepare`: the steps of the rows where they have `step_scores` and `step_ends`."""
 
     def per_token(self, row_values: Tensor) -> Tensor:
         """Spread a [rows] tensor over the tokens of each row, [tokens]."""

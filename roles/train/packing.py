@@ -25,8 +25,11 @@ from torch import Tensor
 
 from rolegraph.batch import Batch
 from rolegraph.columns import STREAMED
+from roles.train.steps import COLUMNS as STEP_COLUMNS
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
+NOT_PER_TOKEN = frozenset({"prompt_ids", "response_ids", "teacher_prompt_ids", *STEP_COLUMNS})
+"""Columns of number lists that never are one number a token, whatever their lengths."""
 
 
 @dataclass(frozen=True)
@@ -330,7 +333,7 @@ def _columns(batch: Batch, index: IntArray) -> dict[str, Tensor]:
             continue
         if _is_number(field.type):
             columns[field.name] = _tensor(batch.numpy(field.name)[index])
-        elif field.name in ("prompt_ids", "response_ids", "teacher_prompt_ids") or not _is_number_list(field.type):
+        elif field.name in NOT_PER_TOKEN or not _is_number_list(field.type):
             continue
         elif np.array_equal(np.diff(_offsets(batch, field.name)), lengths):
             columns[field.name] = _tensor(_gather(batch, field.name, index)[0])

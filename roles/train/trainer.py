@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from rolegraph.batch import Batch
 from rolegraph.errors import ConfigError, RoleGraphError
 from rolegraph.interfaces import HeadInfo, PolicyWeights
 from rolegraph.losses.heads import Head
-from rolegraph.losses.types import Loss, LossOutput, Stat, States, TokenBatch, Totals
+from rolegraph.losses.types import Loss, LossOutput, Stat, States, Steps, TokenBatch, Totals
 from roles.train.config import MegatronTrainConfig
 from roles.train.forward import Forward
 from roles.train.logprob import linear_logprobs
@@ -26,6 +27,7 @@ from roles.train.metrics import gather_counts, reduce_over, reduce_stats
 from roles.train.model import Policy
 from roles.train.packing import MicroBatch, per_token_column, response_tokens
 from roles.train.schedule import learning_rate
+from roles.train.steps import steps_of
 from roles.train.teaching import TeacherHead, teacher_head, teacher_states
 
 FloatArray = npt.NDArray[np.float32]
@@ -152,6 +154,7 @@ class Trainer(Forward):
             rows=response.rows,
             columns=response.columns,
             totals=totals,
+            steps=steps_of(batch),
         )
         tokens = _to_device(tokens, self.policy.device)
         columns = prepare(tokens, reduce_over(self._data_group))
@@ -284,13 +287,14 @@ def row_divergence(batch: Batch, ref_logprobs: pa.ListArray) -> pa.Array:
 def _to_device(tokens: TokenBatch, device: torch.device) -> TokenBatch:
     if device.type == "cpu":
         return tokens
-    return TokenBatch(
+    steps = tokens.steps
+    return replace(
+        tokens,
         logprobs=tokens.logprobs.to(device),
         mask=tokens.mask.to(device),
         row=tokens.row.to(device),
-        rows=tokens.rows,
         columns={name: column.to(device) for name, column in tokens.columns.items()},
-        totals=tokens.totals,
+        steps=steps and Steps(steps.scores.to(device), steps.row.to(device), steps.last.to(device)),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from rolegraph.algorithms.config import SelfTeacherConfig
+from rolegraph.algorithms.scorers import Scorers
 from rolegraph.algorithms.teachers import SelfTeacher, Teachers
 from rolegraph.batch import Batch
 from rolegraph.data.dataset import Batches
@@ -246,6 +247,31 @@ class ORM:
 
 
 @dataclass
+class PRM:
+    """The same score for every row of a call, and two steps each; null where it is None."""
+
+    calls: list[str]
+    scores: Sequence[float | None]
+    name: str = "prm"
+    reduces: list[str] = field(default_factory=list)
+
+    async def score(self, batch: Batch, *, reduce: str) -> Batch:
+        self.calls.append(f"{self.name} scores")
+        self.reduces.append(reduce)
+        size = len(batch)
+        steps = away({"step_scores": [[0.5, 1.0]] * size, "step_ends": [[1, 4]] * size, "prm_fault": [None] * size})
+        return batch.merge(steps).with_columns({"prm_score": list(self.scores)})
+
+    async def offload(self) -> list[None]:
+        self.calls.append(f"offload {self.name}")
+        return [None]
+
+    async def onload(self) -> list[None]:
+        self.calls.append(f"onload {self.name}")
+        return [None]
+
+
+@dataclass
 class TrainMoves:
     """What `rolegraph.movers` does with a handle."""
 
@@ -276,7 +302,7 @@ class EngineMoves:
 class TeacherMoves:
     """What `rolegraph.movers` does with a handle."""
 
-    teacher: Teacher
+    teacher: Teacher | PRM
 
     async def away(self, parts: Parts) -> None:
         await self.teacher.offload()
@@ -301,13 +327,20 @@ class World:
         teachers: Sequence[str] = (),
         teacher: PolicyWeights | None = None,
         teacher_temperature: float | None = None,
+        prm: Sequence[float | None] | None = None,
+        orms: Mapping[str, Sequence[float | None]] | None = None,
     ) -> None:
-        """`teachers` are roles of their own; `teacher` the policy's weights that teach."""
+        """`teachers` are roles of their own; `teacher` the policy's weights that teach.
+
+        `prm` are the scores it gives in every call, `orms` the rewards of further outcome roles. Those and `orm` are
+        functions, which take no device; the prm is a model.
+        """
         self.calls: list[str] = []
         self.telemetry, self.sync = Telemetry(self.calls), Sync(self.calls)
         placement = placement or PlacementConfig()
-        kinds = {role: kind for role, (kind, _) in algorithm.roles().items()}
-        self.turns = TurnTaker(turns_of(placement.colocated, kinds, placement))
+        kinds = {role: kind for role, (kind, _) in algorithm.roles().items() if role != "orm"}
+        groups = [[role for role in group if role in kinds] for group in placement.colocated]
+        self.turns = TurnTaker(turns_of(groups, kinds, placement))
         self.dataset = Dataset(rows, responses=config.data_needs != "prompt")
         job = SimpleNamespace(
             config=SimpleNamespace(
@@ -320,6 +353,15 @@ class World:
         )
         self.train, self.rollout = Train(self.calls), Rollout(self.calls, self.sync)
         self.orm = ORM(self.calls, rewards)
+        self.prm = None if prm is None else PRM(self.calls, prm)
+        further = {role: ORM(self.calls, [given]) for role, given in (orms or {}).items()}
+        per_step = getattr(config, "prm_reward", None) == "per_step"
+        scorers: dict[str, Any] = {"orm": self.orm, **({"prm": self.prm} if self.prm else {}), **further}
+        job.scorers = Scorers(
+            scorers,
+            weights=getattr(config, "score_weights", {}),
+            left_out=frozenset({"prm"} if per_step else ()),
+        )
         self.teachers = {role: Teacher(self.calls, role) for role in teachers}
         self.teacher: Any = self.teachers.get("teacher")
         handles: dict[str, Any] = dict(self.teachers)
@@ -333,6 +375,7 @@ class World:
             "train": TrainMoves(self.train),
             "rollout": EngineMoves(self.rollout, placement.sleep_level),
             **{role: TeacherMoves(found) for role, found in self.teachers.items()},
+            **({"prm": TeacherMoves(self.prm)} if self.prm else {}),
         }
 
     async def run(self) -> World:

@@ -220,3 +220,74 @@ def test_teachers_and_rewards_go_together(roles: tuple[str, ...], options: dict[
 def test_a_teacher_needs_neither_rewards_nor_groups() -> None:
     assert faults_with(("teacher",), teacher_kl_coef=1.0, num_generations=1) == []
     assert faults_with(("orm", "teacher"), teacher_kl_coef=1.0) == []
+
+
+PER_STEP = {"prm_reward": "per_step"}
+
+
+@pytest.mark.parametrize(
+    ("roles", "options", "message"),
+    [
+        (
+            ("orm", "prm"),
+            {"score_weights": {"orm_judge": 2.0}},
+            "algorithm.score_weights names `orm_judge`, and the reward roles of this run are orm, prm: remove it",
+        ),
+        (
+            ("orm", "orm_judge"),
+            {"score_weights": {"orm_judge": 0.0}},
+            "orm_judge is idle with algorithm.score_weights.orm_judge=0: give it another weight, or orm_judge=null",
+        ),
+        (("orm",), {"prm_reward": "min"}, "algorithm.prm_reward=min has no effect without a prm: choose one with prm="),
+        (
+            ("orm", "prm"),
+            {**PER_STEP, "advantage_estimator": "rloo"},
+            "algorithm.prm_reward=per_step compares each step with those of its group, and advantage_estimator=rloo "
+            "has another baseline: set advantage_estimator=grpo, or prm_reward to min, mean or last",
+        ),
+        (
+            ("prm",),
+            {**PER_STEP, "dynamic_sample": True},
+            "algorithm.dynamic_sample=true looks at rewards, and no role rewards whole responses: set it to false",
+        ),
+        (
+            ("orm", "prm"),
+            {**PER_STEP, "loss": LossSpec(POLICY)},
+            "algorithm.prm_reward=per_step belongs to the default loss, and algorithm.loss is given: set "
+            "algorithm.loss.step_scale=group as well",
+        ),
+        (
+            ("orm", "prm"),
+            {"loss": LossSpec(POLICY, {"step_scale": "group"})},
+            "algorithm.loss.step_scale rewards single steps: set algorithm.prm_reward=per_step as well",
+        ),
+        (
+            ("orm", "prm"),
+            {"loss": LossSpec(POLICY, {"step_weight": 2.0})},
+            "algorithm.loss.step_weight has no effect without step_scale: set it to group, batch or none",
+        ),
+        (
+            ("orm", "prm"),
+            {**PER_STEP, "loss": LossSpec(POLICY, {"step_scale": "group", "kl_returns": "none", "beta": 0.1})},
+            "algorithm.loss.step_scale and kl_returns both make advantages of tokens: set one of them to null",
+        ),
+    ],
+)
+def test_reward_roles_have_a_say(roles: tuple[str, ...], options: dict[str, Any], message: str) -> None:
+    found = faults_with(roles, **options)
+    assert len(found) == 1
+    assert found[0].startswith(message)
+
+
+def test_a_prm_alone_is_enough() -> None:
+    assert faults_with(("prm",)) == faults_with(("prm",), **PER_STEP) == []
+    assert faults_with(("prm",), dynamic_sample=True) == []
+    assert faults_with(("orm_judge",)) == []
+    assert faults_with(("prm",), **PER_STEP, loss=LossSpec("my.loss")) == [], "it reads the steps itself"
+
+
+def test_steps_are_scaled_as_rows_are() -> None:
+    assert GRPOConfig(prm_reward="per_step").loss_spec().kwargs == {"step_scale": "group"}
+    told = GRPOConfig(prm_reward="per_step", scale_rewards="batch", score_weights={"prm": 0.5}).loss_spec().kwargs
+    assert told == {"step_scale": "batch", "step_weight": 0.5}
+    assert GRPOConfig(prm_reward="mean").loss_spec().kwargs == {}

@@ -10,9 +10,11 @@ import pytest
 
 from rolegraph.algorithms.config import GRPOConfig, WarmStartConfig
 from rolegraph.algorithms.grpo import GRPO, first_groups, optimizer_batches
+from rolegraph.algorithms.scorers import Scorers
 from rolegraph.batch import Batch, bytes_held
 from rolegraph.errors import BatchError
-from rolegraph.interfaces import LossSpec, ORMRole, RolloutRole, TeacherRole, TrainRole
+from rolegraph.interfaces import LossSpec, ORMRole, PRMRole, RolloutRole, TeacherRole, TrainRole
+from rolegraph.placement import PlacementConfig
 from tests.rolegraph.algorithms.fakes import World, away
 
 TWO_BY_TWO = GRPOConfig(global_batch_size=4, num_generations=2, scale_rewards="none", max_completion_length=9)
@@ -25,7 +27,9 @@ async def run(rewards: list[list[float | None]], max_steps: int | None = 1, rows
 
 def test_roles_come_from_the_annotations() -> None:
     needed = {"train": (TrainRole, False), "rollout": (RolloutRole, False)}
-    assert GRPO.roles() == needed | {"orm": (ORMRole, True), "teacher": (TeacherRole, True)}
+    taken = {"orm": (ORMRole, True), "prm": (PRMRole, True), "teacher": (TeacherRole, True)}
+    assert GRPO.roles() == needed | taken
+    assert GRPO.interface_of("orm_judge") is ORMRole
 
 
 async def test_the_order_of_calls() -> None:
@@ -267,7 +271,7 @@ def taught(rewards: bool = True, **options: Any) -> World:
     config = replace(TWO_BY_TWO, teacher_kl_coef=0.5, **options)
     world = World(GRPO, config, rewards=[[1.0, 0.0, 5.0, 3.0]], max_steps=2, **roles or {"teachers": ["teacher"]})
     if not rewards:
-        world.algorithm.orm = None
+        world.algorithm.scorers = Scorers({})
     return world
 
 
@@ -303,3 +307,69 @@ async def test_the_policy_as_its_own_teacher_in_rl() -> None:
     world = await taught(teacher="average").run()
     once = ["generate", "score", "teach with average", "step", "average 0.99"]
     assert world.calls == ["average 0.99", "sync 1", *once, "log 1", "sync 2", *once, "log 2"]
+
+
+async def test_rewards_of_several_roles_are_added_up_by_weight() -> None:
+    config = replace(TWO_BY_TWO, score_weights={"prm": 2.0, "orm_judge": 0.5})
+    world = World(
+        GRPO,
+        config,
+        rewards=[[1.0, 0.0, None, None]],
+        prm=[0.25, None, 0.5, None],
+        orms={"orm_judge": [None, 4.0, 2.0, None]},
+    )
+    await world.run()
+    (_, batch), *_ = world.telemetry.sampled
+    assert batch["reward"].to_pylist() == [1.0 + 0.5, 2.0, 1.0 + 1.0], "the row that nobody scored is left out"
+    assert batch.numpy("advantage").tolist() == [-0.25, 0.25, 0.0]
+    assert batch["scores/prm"].to_pylist() == [0.25, None, 0.5]
+    assert batch["scores/orm_judge"].to_pylist() == [None, 4.0, 2.0]
+    assert batch.numpy("rewards/exact") == pytest.approx([1.0, 0.0, np.nan], nan_ok=True)
+    judged = batch.numpy("rewards/orm_judge/exact")
+    assert judged == pytest.approx([np.nan, 4.0, 2.0], nan_ok=True), "no two roles share a column"
+    assert batch["reward_faults"].to_pylist() == [1, 0, 1]
+    assert world.prm is not None
+    assert world.prm.reduces == ["min"]
+    (metrics,) = [metrics for _, metrics in world.telemetry.steps]
+    assert metrics["scores/prm/mean"] == pytest.approx(0.375)
+    assert metrics["scores/orm/null"] == 2.0
+    assert metrics["rewards/orm_judge/exact/mean"] == pytest.approx(3.0)
+
+
+async def test_rewards_of_steps_stay_out_of_the_sum_and_reach_the_trainer() -> None:
+    config = replace(TWO_BY_TWO, prm_reward="per_step", score_weights={"prm": 3.0})
+    world = await World(GRPO, config, rewards=[[1.0, 0.0, 5.0, 3.0]], prm=[0.9, 0.1, 0.2, 0.3]).run()
+    batch, loss, *_ = world.train.steps[0]
+    assert batch.numpy("advantage").tolist() == [0.5, -0.5, 1.0, -1.0]
+    assert {"step_scores", "step_ends"} <= set(batch.column_names)
+    with pytest.raises(BatchError, match="object store"):
+        _ = batch["step_scores"]
+    assert loss.kwargs == {"step_scale": "none", "step_weight": 3.0}
+
+
+async def test_reward_models_take_turns_with_those_that_share_their_device() -> None:
+    placement = PlacementConfig(
+        colocate_groups=(("train", "rollout", "prm", "orm"),),
+        offload_model=True,
+        offload_optimizer=True,
+        offload_reward_model=True,
+        sleep_level=1,
+    )
+    world = await World(GRPO, TWO_BY_TWO, rewards=[[1.0, 0.0, 5.0, 3.0]], prm=[1.0] * 4, placement=placement).run()
+    generated = world.calls.index("generate")
+    assert world.calls[generated:] == [
+        *("generate", "score", "sleep 1", "onload prm", "prm scores"),
+        *("offload prm", "onload model optimizer", "step", "log 1"),
+    ]
+
+
+async def test_a_role_that_fails_ends_the_step_with_its_own_error() -> None:
+    world = World(GRPO, TWO_BY_TWO, rewards=[[1.0, 0.0, 5.0, 3.0]], prm=[1.0] * 4)
+
+    async def score(batch: Batch, *, reduce: str) -> Batch:
+        raise RuntimeError("no such model")
+
+    world.prm.score = score  # type: ignore[union-attr, method-assign]
+    with pytest.raises(RuntimeError, match="no such model"):
+        await world.run()
+    assert "step" not in world.calls

@@ -30,6 +30,7 @@ DISTILL = [
     LossSpec("rolegraph.losses.distill.DistillLoss", {"beta": 1.0, "topk_mode": "tail"}),
     LossSpec("rolegraph.losses.distill.DistillLoss", {"beta": 0.0, "topk_mode": "renormalize"}),
 ]
+PER_STEP = LossSpec("rolegraph.losses.policy.PolicyLoss", {"step_scale": "group", "loss_type": "dapo"})
 TEACHER_WIDTH, TEACHER_VOCAB = 24, VOCAB + 9
 """Another width than the student's, and more rows than it has tokens."""
 OPTIMIZER: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "clip_grad": 1.0, "adam_beta2": 0.95}
@@ -94,6 +95,33 @@ def teacher_logits(states: torch.Tensor) -> torch.Tensor:
     return states @ torch.from_numpy(from_fixed_size_rows(head["weight"]).copy())[:VOCAB].T * info.scale
 
 
+def with_steps(batch: Batch) -> Batch:
+    """The rows with scored steps of two tokens each, in three groups that lie on every data-parallel rank."""
+    lengths = batch.ragged("response_ids").lengths
+    ends = [[*range(2, int(length), 2), int(length)] if length else [] for length in lengths]
+    draw = np.random.default_rng(7)
+    scores = [[None if draw.random() < 0.2 else float(draw.random()) for _ in each] for each in ends]
+    row = np.arange(len(batch))
+    return batch.with_columns(
+        {"step_ends": ends, "step_scores": scores, "group": (row % 3).astype(np.int32), "advantage": 0.1 * row}
+    )
+
+
+def step_advantages(batch: Batch) -> torch.Tensor:
+    """[tokens] advantages as DeepSeekMath writes them (arXiv:2402.03300, section 4.1.3), step by step."""
+    groups, scores = batch["group"].to_pylist(), batch["step_scores"].to_pylist()
+    of_group: dict[int, list[float]] = {}
+    for group, each in zip(groups, scores, strict=True):
+        of_group.setdefault(group, []).extend(score for score in each if score is not None)
+    values: list[float] = []
+    for row, (group, each, ends) in enumerate(zip(groups, scores, batch["step_ends"].to_pylist(), strict=True)):
+        mean, std = np.mean(of_group[group]), np.std(of_group[group], ddof=1) + 1e-4
+        worth = [0.0 if score is None else (score - mean) / std for score in each]
+        for token in range(ends[-1] if ends else 0):
+            values.append(0.1 * row + sum(w for w, end in zip(worth, ends, strict=True) if end > token))
+    return torch.tensor(values, dtype=torch.float64)
+
+
 def grouped(batch: Batch) -> Batch:
     """The same rows, but runs of neighbours with the same prompt: groups of 3 and 2, one row alone, the first prompt
     again."""
@@ -144,6 +172,7 @@ def run_case(case: Case, folder: Path, rank: int, port: int) -> dict[str, Any]:
         role.use_teacher_head(*teacher_head())
         with_teacher = part(beside_teacher(batches[0]), mesh)
         distilled = [role.step(with_teacher, loss=loss, temperature=0.7, lr=0.0) for loss in DISTILL]
+        stepped = role.step(part(with_steps(batches[0]), mesh), loss=PER_STEP, temperature=1.0, lr=0.0)
         role.reset_optimizer()
         metrics = [role.step(part(batch, mesh), loss=NLL, temperature=1.0) for batch in batches]
         after = role.logprobs(part(batches[0], mesh), temperature=0.7)
@@ -157,6 +186,7 @@ def run_case(case: Case, folder: Path, rank: int, port: int) -> dict[str, Any]:
             "taught": taught.table,
             "head": head,
             "distilled": distilled,
+            "stepped": stepped,
             "after": after.table,
             "reference": reference.table,
             "manifest": role.weight_manifest(),
@@ -220,6 +250,7 @@ def reference_run(folder: Path, kind: str) -> dict[str, Any]:
         first = _hf_logprobs(model, batches[0], 1.0)
         taught = torch.cat(_hf_tables(model, batches[0], 0.7))
     distilled = [_distilled(model, beside_teacher(batches[0]), spec) for spec in DISTILL]
+    stepped = _stepped(model, with_steps(batches[0]))
     losses, norms = [], []
     for batch in batches:
         logprobs, _ = _hf_logprobs(model, batch, 1.0)
@@ -239,9 +270,23 @@ def reference_run(folder: Path, kind: str) -> dict[str, Any]:
         "first": first,
         "taught": taught,
         "distilled": distilled,
+        "stepped": stepped,
         "after": after,
         "weights": weights,
     }
+
+
+def _stepped(model: Any, batch: Batch) -> tuple[float, float]:
+    """The policy loss with rewards of steps, and the norm of its gradient."""
+    model.zero_grad()
+    logprobs, _ = _hf_logprobs(model, batch, 1.0)
+    mask = torch.tensor(batch.ragged("response_mask").values.astype(np.float32))
+    ratio = torch.exp(logprobs - logprobs.detach())
+    loss = -(ratio * step_advantages(batch).float() * mask).sum() / mask.sum()
+    loss.backward()
+    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), torch.inf))
+    model.zero_grad()
+    return float(loss.detach()), norm
 
 
 def _distilled(model: Any, batch: Batch, spec: LossSpec) -> tuple[float, float]:

@@ -137,6 +137,12 @@ def test_distils_as_whole_logits_would(case: Case, runs: Any, references: Any) -
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_rewards_of_steps_count_over_groups_that_lie_on_several_ranks(case: Case, runs: Any, references: Any) -> None:
+    metrics = runs[case.name][0]["stepped"]
+    assert (metrics["loss"], metrics["grad_norm"]) == pytest.approx(references(case.kind)["stepped"], rel=1e-3)
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_ranks_agree_and_count_globally(case: Case, runs: Any) -> None:
     ranks = runs[case.name]
     batches = workers.training_batches()
