@@ -10,11 +10,21 @@ from annotated_types import Ge
 
 from rolegraph.algorithms.distillation import GKDConfig, SelfTeacherConfig
 from rolegraph.algorithms.options import Needs, OverlapOptions, SamplingOptions, ScoreOptions, WarmStartConfig
+from rolegraph.algorithms.sampling_config import SamplingConfig
 from rolegraph.interfaces import LossSpec, StepReduce
 from rolegraph.losses.config import PolicyLossConfig, PolicyOptions, changed
 from rolegraph.role import is_scorer, is_teacher
 
-__all__ = ["GKDConfig", "GRPOConfig", "Needs", "PTConfig", "SFTConfig", "SelfTeacherConfig", "WarmStartConfig"]
+__all__ = [
+    "GKDConfig",
+    "GRPOConfig",
+    "Needs",
+    "PTConfig",
+    "SFTConfig",
+    "SamplingConfig",
+    "SelfTeacherConfig",
+    "WarmStartConfig",
+]
 
 Estimator = Literal["grpo", "rloo", "reinforce_plus_plus"]
 Scale = Literal["group", "batch", "none"]

@@ -60,12 +60,14 @@ class Scorers:
         """The phases in which they work."""
         return {name: phase for role in self.by_role for name, phase in scoring(role).items()}
 
-    async def score(self, algorithm: Algorithm, rows: Batch) -> Batch:
+    async def score(self, algorithm: Algorithm, rows: Batch, *, in_turn: bool = False) -> Batch:
         """The rows with every role's columns beside theirs, `scores/ROLE`, and their weighted sum `reward`.
 
-        Each role has a turn of its own: those whose devices differ work side by side, those that share one in turn. A
-        score that is null is left out of the sum; where all are, it is null.
+        Each role has a turn of its own: those whose devices differ work side by side, those that share one in turn
+        (with `in_turn` all of them). A score that is null is left out of the sum; where all are, it is null.
         """
+        if in_turn:
+            return self.together(rows, {role: await self._ask(algorithm, role, rows) for role in self.by_role})
         calls = {role: asyncio.ensure_future(self._ask(algorithm, role, rows)) for role in self.by_role}
         try:
             found = {role: await call for role, call in calls.items()}

@@ -1,0 +1,167 @@
+"""The folder of a sampling run: what is in it, what of it an earlier run left, and whether this run may go on there.
+
+samples.jsonl     the journal of what was drawn: uid, repeat, response_text, finish_reason, response_length (tokens),
+                  sample_fault
+candidates.jsonl  the journal of what was scored: the same with the scores of every role
+kept.jsonl        the results (pairs.jsonl for pairs): added to as rows are complete, ordered as the data at the end
+kept.parquet      the same, in the end
+summary.json      what became of the rows
+settings.json     what the results depend on; a run goes on under the same settings only
+finished.json     there once all is done
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rolegraph.errors import ConfigError, DataError
+from rolegraph.results import write_json
+from rolegraph.role import is_scorer
+
+if TYPE_CHECKING:
+    from rolegraph.config.schema import RunConfig
+
+JOURNALS = ("samples.jsonl", "candidates.jsonl")
+OURS = (
+    *JOURNALS,
+    *("kept.jsonl", "kept.parquet", "pairs.jsonl", "pairs.parquet"),
+    *("summary.json", "settings.json", "finished.json", "config.yaml", "metrics.jsonl", "report.html"),
+)
+"""What a run leaves, the timelines and the folders `samples` and `logs` aside."""
+
+NO_RESULT = frozenset(
+    {
+        *("replicas", "ranks", "gpus", "cpus", "tensor_parallel_size", "data_parallel_size"),
+        *("num_sampling_batch_size", "overwrite", "shuffle"),
+        *("concurrency", "timeout_s", "deadline_s", "max_retries", "api_key_env", "base_url"),
+        *("max_num_seqs", "kv_cache_bytes", "gpu_memory_utilization", "enable_sleep_mode", "enforce_eager"),
+        *("async_workers", "rows_per_call", "workers"),
+    }
+)
+"""Keys that say how fast or where, not what: a run may go on with others."""
+
+
+def begin(config: RunConfig, run_dir: Path) -> str | None:
+    """Make the folder ready for the run, and keep its settings there; a sentence where nothing is left to do.
+
+    Raises:
+        ConfigError: the folder holds a run, and neither `resume` nor `overwrite` says what becomes of it; or it was
+            made under other settings; or the run would read its candidates from the folder it writes.
+    """
+    options = config.algorithm.config
+    settings = settings_of(config)
+    if options.candidates is not None and source_of(options.candidates).parent.resolve() == run_dir.resolve():
+        raise ConfigError(
+            f"algorithm.candidates={options.candidates} lies in output_dir={run_dir}: choose another folder for the "
+            "scores"
+        )
+    if options.overwrite:
+        _refuse_foreign(run_dir)
+        remove(run_dir)
+    elif any((run_dir / name).exists() for name in OURS):
+        if not config.resume:
+            raise ConfigError(_holds_a_run(run_dir))
+        _refuse_others(run_dir, settings)
+        if (run_dir / "finished.json").exists():
+            done = json.loads((run_dir / "finished.json").read_text(encoding="utf-8"))
+            return f"finished already: {done['rows']} rows, {done['results']} in {run_dir / done['file']}"
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if not (run_dir / "settings.json").exists():
+        write_json(run_dir / "settings.json", {"settings": settings})
+    return None
+
+
+def remove(run_dir: Path) -> None:
+    """Remove what a run left; what lies beside it stays."""
+    # The settings go last: a folder without them is none that a run goes on in.
+    for name in sorted(OURS, key=lambda name: name == "settings.json"):
+        (run_dir / name).unlink(missing_ok=True)
+    for timeline in run_dir.glob("timeline*.json"):
+        timeline.unlink()
+    for folder in ("samples", "logs"):
+        shutil.rmtree(run_dir / folder, ignore_errors=True)
+
+
+def settings_of(config: RunConfig) -> dict[str, Any]:
+    """What the results depend on, by key, as JSON has it."""
+    roles = [role for role in config.roles if role == "sampler" or is_scorer(role)]
+    tree = {key: config.tree.get(key) for key in ("seed", "data", "model", "reward", "algorithm", *roles)}
+    return dict(sorted(_leaves(json.loads(json.dumps(tree, default=str)))))
+
+
+def check_data(run_dir: Path, uids: Sequence[str]) -> None:
+    """The rows are those that the folder's run began with; the first time, they are written down.
+
+    Raises DataError where they are others.
+    """
+    path = run_dir / "settings.json"
+    kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    digest = hashlib.sha256("\n".join(uids).encode()).hexdigest()
+    now = {"rows": len(uids), "uids": digest}
+    if (before := kept.get("data", now)) != now:
+        raise DataError(
+            f"{run_dir} was begun with other data: {before['rows']} rows then, {now['rows']} now"
+            + (", with other uids" if before["rows"] == now["rows"] else "")
+            + ". Give it the same data, or begin anew with algorithm.overwrite=true"
+        )
+    if "data" not in kept:
+        write_json(path, {**kept, "data": now})
+
+
+def source_of(candidates: str) -> Path:
+    """The file that holds the candidates of an earlier run: the one named, or `samples.jsonl` in the folder named."""
+    path = Path(candidates).expanduser()
+    return path / "samples.jsonl" if path.is_dir() else path
+
+
+def _holds_a_run(run_dir: Path) -> str:
+    state = "a finished run" if (run_dir / "finished.json").exists() else "a run that was not finished"
+    return (
+        f"output_dir={run_dir} holds {state}: go on with resume=true, begin anew with algorithm.overwrite=true, or "
+        "choose another folder"
+    )
+
+
+def _refuse_foreign(run_dir: Path) -> None:
+    found = [name for name in OURS if (run_dir / name).exists()]
+    if found and not (run_dir / "settings.json").exists():
+        raise ConfigError(
+            f"algorithm.overwrite=true: output_dir={run_dir} holds {found[0]}, and is the folder of no sampling run "
+            "(settings.json is missing): choose another folder, or remove that one"
+        )
+
+
+def _refuse_others(run_dir: Path, settings: Mapping[str, Any]) -> None:
+    path = run_dir / "settings.json"
+    if not path.exists():
+        raise ConfigError(
+            f"resume=true: {path} is missing, so nothing says how {run_dir} was made. Begin anew with "
+            "algorithm.overwrite=true, or choose another folder"
+        )
+    before = json.loads(path.read_text(encoding="utf-8"))["settings"]
+    changed = [key for key in sorted({*before, *settings}) if before.get(key) != settings.get(key)]
+    if changed:
+        lines = [f"  {key}: {_shown(before, key)} then, {_shown(settings, key)} now" for key in changed]
+        raise ConfigError(
+            f"resume=true: {run_dir} was made with other settings, and its results would be of two kinds:\n"
+            + "\n".join(lines)
+            + "\nGive it the same, or begin anew with algorithm.overwrite=true"
+        )
+
+
+def _shown(settings: Mapping[str, Any], key: str) -> str:
+    return json.dumps(settings[key], ensure_ascii=False) if key in settings else "not there"
+
+
+def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(node, Mapping) or not node:
+        yield path, node
+        return
+    for key, value in node.items():
+        if key not in NO_RESULT:
+            yield from _leaves(value, f"{path}.{key}" if path else key)

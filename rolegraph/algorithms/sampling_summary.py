@@ -1,0 +1,145 @@
+"""What became of the rows and candidates of a sampling run: counted, for `summary.json`, and as a table for people."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from io import StringIO
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rolegraph.algorithms.selection import Selection
+from rolegraph.telemetry.progress import duration, figure
+
+if TYPE_CHECKING:
+    from rolegraph.data.report import Report
+
+QUARTILES = ("min", "25%", "median", "75%", "max")
+
+
+class Tally:
+    """Counts over the rows of a run; a number of memory a candidate and role, for their distribution."""
+
+    def __init__(self, scorers: Sequence[str] = ()) -> None:
+        self.rows = 0
+        self.candidates = 0
+        self.tokens = 0
+        """Of all responses whose length is known."""
+        self.passed = 0
+        self.kept = 0
+        """Responses, or pairs."""
+        self.dropped: Counter[str] = Counter()
+        """Rows of which nothing is kept, by reason."""
+        self.failed: Counter[str] = Counter()
+        """Candidates that did not pass, by reason."""
+        self.faults: Counter[str] = Counter()
+        """Why candidates could not be drawn or scored."""
+        self._scores = {role: array("d") for role in scorers}
+
+    def add(self, candidates: Sequence[Mapping[str, Any]], chosen: Selection) -> None:
+        """Count one row."""
+        self.rows += 1
+        self.candidates += len(candidates)
+        self.passed += chosen.passed
+        self.kept += len(chosen.kept)
+        if chosen.dropped is not None:
+            self.dropped[chosen.dropped if candidates else "no candidates"] += 1
+        self.failed.update(chosen.failed.values())
+        for row in candidates:
+            self.tokens += row.get("response_length") or 0
+            for name in ("sample_fault", "prm_fault", *(name for name in row if name.startswith("reward_reasons"))):
+                if row.get(name):
+                    self.faults[f"{_ROLE_OF.get(name, name.rpartition('/')[2])}: {_short(row[name])}"] += 1
+            for role, values in self._scores.items():
+                score = row.get(f"scores/{role}")
+                values.append(np.nan if score is None else score)
+
+    def scores(self) -> dict[str, dict[str, float | int | None]]:
+        """Of each role: how many scores there are and how many are null, the least, the quartiles, the largest."""
+        found: dict[str, dict[str, float | int | None]] = {}
+        for role, values in self._scores.items():
+            every = np.asarray(values)
+            told = every[np.isfinite(every)]
+            cuts = np.quantile(told, (0, 0.25, 0.5, 0.75, 1)) if len(told) else (None,) * 5
+            named = {name: None if cut is None else float(cut) for name, cut in zip(QUARTILES, cuts, strict=True)}
+            found[role] = {"count": len(told), "null": len(values) - len(told), **named}
+        return found
+
+
+_ROLE_OF = {"sample_fault": "sampler", "prm_fault": "prm", "reward_reasons": "orm"}
+_LONGEST = 80
+
+
+def _short(reason: str) -> str:
+    first = reason.strip().splitlines()[0] if reason.strip() else "no reason given"
+    return first if len(first) <= _LONGEST else first[: _LONGEST - 3] + "..."
+
+
+def as_plain(tally: Tally, report: Report | None, *, drawn: int, tokens: int, seconds: float) -> dict[str, Any]:
+    """All of it as JSON has it.
+
+    Args:
+        report: what became of the rows of the source.
+        drawn: candidates that this part of the run drew, `tokens` theirs, in `seconds`.
+    """
+    source = {} if report is None else {"rows": report.rows, "left_out": dict(sorted(report.dropped.items()))}
+    return {
+        "source": source,
+        "rows": tally.rows,
+        "candidates": tally.candidates,
+        "passed": tally.passed,
+        "kept": tally.kept,
+        "rows_dropped": dict(tally.dropped.most_common()),
+        "candidates_failed": dict(tally.failed.most_common()),
+        "faults": dict(tally.faults.most_common()),
+        "tokens": tally.tokens,
+        "scores": tally.scores(),
+        "this_part": {
+            "drawn": drawn,
+            "tokens": tokens,
+            "seconds": round(seconds, 3),
+            "tokens_per_second": round(tokens / seconds, 1) if seconds > 0 else None,
+        },
+    }
+
+
+def as_text(summary: Mapping[str, Any], output: str) -> str:
+    """The summary as tables of a terminal."""
+    from rich.console import Console, Group
+    from rich.table import Table
+
+    counts = Table("what", "how many", box=None, pad_edge=False)
+    counts.columns[1].justify = "right"
+    source = summary["source"]
+    if source.get("left_out"):
+        counts.add_row("rows of the source", f"{source['rows']:,}")
+        for reason, count in source["left_out"].items():
+            counts.add_row(f"  left out: {reason}", f"{count:,}")
+    counts.add_row("rows in", f"{summary['rows']:,}")
+    counts.add_row("candidates", f"{summary['candidates']:,}")
+    counts.add_row("  passed", f"{summary['passed']:,}")
+    for reason, count in summary["candidates_failed"].items():
+        counts.add_row(f"  failed, {reason}", f"{count:,}")
+    for reason, count in list(summary["faults"].items())[:8]:
+        counts.add_row(f"  fault of {reason}", f"{count:,}")
+    for reason, count in summary["rows_dropped"].items():
+        counts.add_row(f"rows dropped, {reason}", f"{count:,}")
+    counts.add_row("responses kept" if output == "kept" else "pairs", f"{summary['kept']:,}")
+    now = summary["this_part"]
+    if now["drawn"]:
+        speed = f", {figure(now['tokens_per_second'])} tokens a second" if now["tokens_per_second"] else ""
+        counts.add_row("drawn now", f"{now['drawn']:,} in {duration(now['seconds'])}{speed}")
+    parts: list[Table] = [counts]
+    if summary["scores"]:
+        scores = Table("score", *QUARTILES, "null", box=None, pad_edge=False)
+        for column in scores.columns[1:]:
+            column.justify = "right"
+        for role, found in summary["scores"].items():
+            cuts = ["-" if found[name] is None else figure(found[name]) for name in QUARTILES]
+            scores.add_row(role, *cuts, f"{found['null']:,}")
+        parts.append(scores)
+    console = Console(file=StringIO(), width=110, markup=False, highlight=False)
+    console.print(Group(*parts))
+    return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
