@@ -26,7 +26,7 @@ def import_target(target: str) -> Any:
 def with_models(config: RunConfig, policy: str) -> RunConfig:
     """The config with a folder for every role's model: its own, made or fetched first, or the policy's.
 
-    Raises ConfigError for a teacher whose token ids mean something else than the policy's.
+    Raises ConfigError for a teacher or a sampler whose token ids mean something else than the policy's.
     """
     config = config.with_model_path(policy)
     for role, spec in config.roles.items():
@@ -37,15 +37,15 @@ def with_models(config: RunConfig, policy: str) -> RunConfig:
 
 
 def check_tokenizers(config: RunConfig, policy: str) -> None:
-    """Raises ConfigError, with the first token that differs, for a teacher that reads ids in another way."""
+    """Raises ConfigError, with the first token that differs, for a teacher or a sampler that reads ids otherwise."""
     from rolegraph.data.tokenizer import first_difference
 
     for role, spec in config.started.items():
         path = getattr(spec.config, "model", None)
-        if is_teacher(role) and path not in (None, policy) and (found := first_difference(policy, path)):
+        reads_ids = is_teacher(role) or role == "sampler"
+        if reads_ids and path not in (None, policy) and (found := first_difference(policy, path)):
             raise ConfigError(
-                f"{role}.model={path} has another tokenizer than the policy, and token ids are what both compare: "
-                f"{found}"
+                f"{role}.model={path} has another tokenizer than the policy, whose token ids it is given: {found}"
             )
 
 

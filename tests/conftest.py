@@ -59,3 +59,15 @@ def ray_cluster() -> Iterator[Cluster]:
     yield cluster
     ray.shutdown()
     cluster.shutdown()
+
+
+@pytest.fixture(scope="session")
+def vllm_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """vLLM's OpenAI-compatible server, started once, with the model `tiny` under that name: its base URL."""
+    from rolegraph.models.tiny import make
+    from tests.vllm_server import vllm_server
+
+    folder = tmp_path_factory.mktemp("served")
+    make(str(folder / "tiny"))
+    with vllm_server(str(folder / "tiny"), folder / "log") as url:
+        yield url

@@ -193,14 +193,21 @@ def vocabulary_size(model: str) -> int:
     return int(model_config(model)["vocab_size"])
 
 
+def strange_token_id(what: str, ids: np.ndarray[Any, Any], vocabulary: int) -> str | None:
+    """What is wrong with the ids of `what`, where the model lacks one of them."""
+    low, high = int(ids.min(initial=0)), int(ids.max(initial=0))
+    if low >= 0 and high < vocabulary:
+        return None
+    return (
+        f"the {what} has token id {low if low < 0 else high}, the model's ids end at {vocabulary - 1}; was it "
+        "tokenised for another model?"
+    )
+
+
 def check_token_ids(uid: str, what: str, ids: np.ndarray[Any, Any], vocabulary: int) -> None:
     """Raises BatchError, naming the uid, for `what` with ids that the model lacks."""
-    low, high = int(ids.min(initial=0)), int(ids.max(initial=0))
-    if low < 0 or high >= vocabulary:
-        raise BatchError(
-            f"row {uid}: the {what} has token id {low if low < 0 else high}, the model's ids end at "
-            f"{vocabulary - 1}; was it tokenised for another model?"
-        )
+    if wrong := strange_token_id(what, ids, vocabulary):
+        raise BatchError(f"row {uid}: {wrong}")
 
 
 def tokenizer_size(model: str) -> int | None:

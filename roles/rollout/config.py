@@ -126,24 +126,19 @@ OWNED = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class VLLMRolloutConfig(VLLMEngineConfig):
-    """Engines that sample from the policy."""
+class VLLMDrawingConfig(VLLMEngineConfig):
+    """Engines that draw responses."""
 
-    node: ClassVar[str] = "rollout"
-    reloads_weights: ClassVar[bool] = True
     owned: ClassVar[Mapping[str, str]] = MappingProxyType(
         {
             "enable_prefix_caching": "set `enable_prefix_caching` of the role",
             "enable_sleep_mode": "set `placement.sleep_level`, or `enable_sleep_mode` of the role",
             "seed": "set `seed` of the role",
             "logprobs_mode": "the role needs logprobs at the sampling temperature",
-            "weight_transfer_config": "the role's weight sync sets it",
-            "worker_extension_cls": "the role's weight sync sets it",
+            "worker_extension_cls": "the role's workers get their kernels and their weights by it",
         }
     )
 
-    model: str | None = None
-    """Hugging Face folder or name; null: the policy's."""
     enable_prefix_caching: bool = True
     """Compute a prompt once for its n samples; the cache is dropped at every weight sync."""
     seed: int | None = None
@@ -160,3 +155,17 @@ class VLLMRolloutConfig(VLLMEngineConfig):
         if temperature > MAX_TEMPERATURE:
             yield f"algorithm.temperature={temperature}: vLLM samples at {MAX_TEMPERATURE:g} at most"
         yield from super().check(run)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VLLMRolloutConfig(VLLMDrawingConfig):
+    """Engines that sample from the policy."""
+
+    node: ClassVar[str] = "rollout"
+    reloads_weights: ClassVar[bool] = True
+    owned: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {**VLLMDrawingConfig.owned, "weight_transfer_config": "the role's weight sync sets it"}
+    )
+
+    model: str | None = None
+    """Hugging Face folder or name; null: the policy's."""

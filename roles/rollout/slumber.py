@@ -58,8 +58,8 @@ class Slumber:
             )
         if self.asleep:
             raise TurnError(
-                f"the engine is asleep ({', '.join(self.asleep)}): call wake_up({self.asleep!r}) before generate; "
-                'an algorithm does so by `async with self.turn("generate")`'
+                f"the engine is asleep ({', '.join(self.asleep)}): call wake_up({self.asleep!r}) before it draws; "
+                'an algorithm does so by `async with self.turn("generate")`, or its turn of another name'
             )
 
     def refuse_weights(self) -> None:

@@ -85,6 +85,7 @@ KNOWN = {
     "reward": {"train", "rollout"},
     "orm": {"reward", "rollout"},
     "prm": {"reward"},
+    "sampler": {"reward", "rollout"},
 }
 """Kinds of roles that build on others."""
 

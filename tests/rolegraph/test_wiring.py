@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rolegraph.config import load
+from rolegraph.config.schema import RunConfig, Spec
 from rolegraph.errors import ConfigError
 from rolegraph.models import tiny
 from rolegraph.placement import PlacementConfig, RoleRequest, plan
 from rolegraph.placement.clusters import cluster
 from rolegraph.wiring import backend_of, with_models
+from roles.sampler.config import VLLMSamplerConfig
 
 SHARED = PlacementConfig(colocate_groups=(("train", "rollout"),))
 
@@ -80,6 +83,20 @@ def test_a_teacher_with_another_tokenizer_is_refused_by_the_first_token_that_dif
         message = str(caught.value)
         assert f"{role}.model={other} has another tokenizer than the policy" in message
         assert f"token {token} is {word!r} for the policy and 'renamed' there" in message
+
+
+def test_a_sampler_reads_ids_as_the_policy_does(policy: str) -> None:
+    words = json.loads(Path(policy, "tokenizer.json").read_text())["model"]["vocab"]
+    other = another(policy, "renamed sampler", rename=sorted(words)[70])
+    run = distilled()
+
+    def sampling(model: str) -> RunConfig:
+        target = "roles.sampler.vllm.VLLMSampler"
+        return replace(run, roles={**run.roles, "sampler": Spec(target, VLLMSamplerConfig(model=model))})
+
+    with_models(sampling(policy), policy)
+    with pytest.raises(ConfigError, match=r"sampler\.model=.* has another tokenizer than the policy"):
+        with_models(sampling(other), policy)
 
 
 def test_a_teacher_with_the_same_tokenizer_and_a_wider_table_passes(policy: str) -> None:

@@ -34,7 +34,7 @@ _Process.register("role", _role)
 @contextmanager
 def replica(context: RoleContext | None = None, **settings: Any) -> Iterator[Any]:
     """A running VLLMRollout; its endpoints may be called from many threads."""
-    settings = {"max_model_len": 256, "max_num_seqs": 32, "kv_cache_bytes": 64 * 2**20} | settings
+    settings = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 32, "kv_cache_bytes": 64 * 2**20} | settings
     process = _Process(ctx=multiprocessing.get_context("spawn"))
     process.start()
     try:

@@ -79,7 +79,7 @@ class Thread:
 def role(device: Any, **settings: Any) -> tuple[VLLMRollout, list[object]]:
     made = VLLMRollout(VLLMRolloutConfig(**settings), RoleContext(role="rollout", device=device))
     thread = Thread()
-    made._engine = thread  # type: ignore[assignment]
+    made._engine.thread = thread  # type: ignore[assignment]
     return made, thread.told
 
 

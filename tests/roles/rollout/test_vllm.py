@@ -158,7 +158,7 @@ def test_abort_returns_the_rows_with_what_they_have(role: Any, fresh: int) -> No
     long = SamplingParams(n=3, max_tokens=180, ignore_eos=True, seed=1)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(role.generate, prompts(2, length=20), long)
-        time.sleep(0.3)
+        time.sleep(0.1)
         stopped = role.abort()
         batch = running.result(60)
     assert stopped == 6
@@ -211,9 +211,9 @@ def test_a_sync_changes_the_weights_and_forgets_cached_prompts(role: Any, fresh:
 def test_a_sync_in_the_middle_of_a_generation_dates_its_rows(role: Any, fresh: int, folders: list[str]) -> None:
     tensors = checkpoint_tensors(folders[1])
     with ThreadPoolExecutor(1) as pool:
-        long = SamplingParams(max_tokens=200, ignore_eos=True, seed=1)
+        long = SamplingParams(n=15, max_tokens=200, ignore_eos=True, seed=1)
         running = pool.submit(role.generate, prompts(2, length=30), long)
-        time.sleep(0.3)
+        time.sleep(0.1)
         push(role, tensors.items(), manifest_of(tensors), fresh + 1)
         batch = running.result(60)
     assert set(batch.numpy("weight_version")) == {fresh}
@@ -308,10 +308,10 @@ def test_weights_dropped_by_a_deep_sleep_are_synced_before_samples_are_drawn(
 
 def test_no_sleep_while_samples_are_drawn(role: Any, fresh: int) -> None:
     with ThreadPoolExecutor(1) as pool:
-        long = SamplingParams(max_tokens=180, ignore_eos=True, seed=1)
+        long = SamplingParams(n=15, max_tokens=180, ignore_eos=True, seed=1)
         running = pool.submit(role.generate, prompts(2, length=20), long)
-        time.sleep(0.3)
-        with pytest.raises(TurnError, match="2 samples are being drawn"):
+        time.sleep(0.1)
+        with pytest.raises(TurnError, match="30 samples are being drawn"):
             role.sleep(2)
         assert set(running.result(60)["finish_reason"].to_pylist()) == {"length"}
     assert len(role.generate(prompts(2), SAMPLING)) == 4

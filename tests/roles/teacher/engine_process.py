@@ -33,7 +33,7 @@ _Process.register("role", _role)
 @contextmanager
 def engine_process(**settings: Any) -> Iterator[Any]:
     """A running teacher; `settings` are those of its config."""
-    settings = {"max_model_len": 96, "max_num_seqs": 16, "kv_cache_bytes": 64 * 2**20} | settings
+    settings = {"dtype": "float32", "max_model_len": 96, "max_num_seqs": 16, "kv_cache_bytes": 64 * 2**20} | settings
     process = _Process(ctx=multiprocessing.get_context("spawn"))
     process.start()
     try:

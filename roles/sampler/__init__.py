@@ -1,0 +1,1 @@
+"""Models that draw the candidates of a sampling graph."""
