@@ -159,7 +159,8 @@ def test_abort_returns_the_rows_with_what_they_have(role: Any, fresh: int) -> No
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(role.generate, prompts(2, length=20), long)
         time.sleep(0.1)
-        stopped = role.abort()
+        while not (stopped := role.abort()) and not running.done():
+            time.sleep(0.02)
         batch = running.result(60)
     assert stopped == 6
     assert batch["finish_reason"].to_pylist() == ["abort"] * 6
