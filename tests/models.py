@@ -72,3 +72,39 @@ def add_tokenizer(folder: Path | str, size: int, *, eos: list[int] | None = None
     )
     if eos is not None:
         (Path(folder) / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+
+
+def make_reward_model(folder: Path, head: str, *, seed: int = 0, **changes: Any) -> str:
+    """Write a two-layer Qwen2 with the tiny model's tokenizer and a `head` of transformers.
+
+    `head` is SequenceClassification, TokenClassification, CausalLM or ProcessRewardModel.
+    """
+    import transformers
+
+    from rolegraph.models.tiny import END, PAD, write_tokenizer
+
+    vocabulary = write_tokenizer(folder)
+    torch.manual_seed(seed)
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "vocab_size": len(vocabulary),
+        "max_position_embeddings": 256,
+        "initializer_range": 0.2,
+        "pad_token_id": vocabulary[PAD],
+        "eos_token_id": vocabulary[END],
+    }
+    config = transformers.Qwen2Config(**sizes | changes)
+    if head == "ProcessRewardModel":
+        from roles.prm.qwen2 import Qwen2ForProcessRewardModel as Model
+    else:
+        Model = getattr(transformers, f"Qwen2For{head}")  # noqa: N806
+    model = Model(config).float()
+    for key, param in model.named_parameters():
+        if key.endswith("bias"):
+            param.data = 0.1 * torch.randn_like(param)
+    model.save_pretrained(folder)
+    return str(folder)

@@ -113,9 +113,13 @@ class Scores:
 
     @property
     def codes(self) -> list[int]:
-        """[rows] 0 where there is a reward, else 1 + the index of the reason in `FAULT_REASONS`."""
+        """[rows] 0 where there is a reward, else 1 + the index of the reason in `FAULT_REASONS`.
+
+        What stands behind a colon in a reason is detail.
+        """
         known = {reason: index for index, reason in enumerate(FAULT_REASONS, 1)}
-        return [0 if reason is None else known.get(reason, known["other"]) for reason in self.reasons]
+        words = [reason and reason.partition(":")[0] for reason in self.reasons]
+        return [0 if word is None else known.get(word, known["other"]) for word in words]
 
 
 @dataclass

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from rolegraph.rewards.config import RewardConfig
+from roles.reward.config import RewardModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,3 +41,28 @@ class FunctionORMConfig:
                 raise ValueError(f"{name}={value}: must be at least 1")
         if self.gpus:
             raise ValueError(f"gpus={self.gpus}: reward functions run on CPU cores; set cpus instead")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifierORMConfig(RewardModelConfig):
+    """A sequence classifier that transformers runs."""
+
+    node: ClassVar[str] = "orm"
+
+    name: str = "classifier"
+    """The column is `rewards/NAME`."""
+    label: int | str | None = None
+    """Which of a head's several labels is the score, by number or name. Null: the head has one number."""
+    value: Literal["logit", "probability"] = "logit"
+    """The head's number as it is, or between 0 and 1: its sigmoid, or the softmax over several labels."""
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with these values, each naming its key."""
+        yield from super().problems()
+        yield from name_problems(self.node, self.name)
+
+
+def name_problems(node: str, name: str) -> Iterator[str]:
+    """What is wrong with the name of a column."""
+    if not name or "/" in name:
+        yield f"{node}.name={name!r} names the column rewards/NAME: give a word without a slash"

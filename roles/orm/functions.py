@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 
-import pyarrow as pa
-
 from rolegraph.batch import Batch
 from rolegraph.errors import RewardError
 from rolegraph.interfaces import Metrics, ORMRole
-from rolegraph.rewards.pool import Scores, VerifierPool, weighted
+from rolegraph.rewards.pool import Scores, VerifierPool
 from rolegraph.role import RoleContext, endpoint
+from roles.orm.base import reward_columns, spread
 from roles.orm.config import FunctionORMConfig
 from roles.reward.reading import decoded, decoder, prompts_of, texts_of
 
@@ -50,24 +49,10 @@ class FunctionORM(ORMRole):
         """Add the rewards, the text they are about, and for rows with faults `reward_reasons` (NAME: reason; ...)."""
         texts = self._texts(batch)
         scores = self._scores(texts, batch)
-        values = {name: found.values for name, found in scores.items()}
         weights = {spec.name: spec.weight for spec in self._pool.functions}
-        reasons = [
-            [f"{name}: {found.reasons[row]}" for name, found in scores.items() if found.reasons[row]]
-            for row in range(len(batch))
-        ]
         with self._lock:
             self._rows += len(batch)
-        return batch.with_columns(
-            {
-                **{f"rewards/{name}": pa.array(found, pa.float64()) for name, found in values.items()},
-                **{f"reward_faults/{name}": pa.array(found.codes, pa.int8()) for name, found in scores.items()},
-                "reward": pa.array(weighted(values, weights), pa.float64()),
-                "reward_faults": pa.array(map(len, reasons), pa.int32()),
-                "reward_reasons": pa.array(["; ".join(found) or None for found in reasons], pa.string()),
-                "response_text": pa.array(texts, pa.string()),
-            }
-        )
+        return batch.with_columns(reward_columns(scores, weights, texts))
 
     def _texts(self, batch: Batch) -> list[str | None]:
         """The responses as functions see them; the sampler's own text has no special tokens."""
@@ -103,11 +88,3 @@ class FunctionORM(ORMRole):
         """Rows scored so far, and of them `faults/NAME/REASON`, the rows that function NAME gave no reward for."""
         faults = {f"faults/{name}/{reason}": float(count) for (name, reason), count in self._pool.faults().items()}
         return {"rows": float(self._rows), **faults}
-
-
-def spread(scores: Scores, rows: list[int], count: int) -> Scores:
-    """The scores of some `rows` among all `count`; the others have none, for they have no response."""
-    spread = Scores([None] * count, ["no_response"] * count)
-    for place, row in enumerate(rows):
-        spread.values[row], spread.reasons[row] = scores.values[place], scores.reasons[place]
-    return spread

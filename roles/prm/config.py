@@ -8,6 +8,9 @@ from typing import ClassVar, Protocol
 
 from rolegraph.rewards.config import RewardConfig
 from rolegraph.rewards.steps import SEPARATOR
+from roles.reward.config import RewardModelConfig
+
+STEP, TOKEN = "{step}", "{token}"
 
 
 class PRMConfig(Protocol):
@@ -64,3 +67,42 @@ class FunctionPRMConfig(RewardConfig):
         if self.gpus:
             found.append(f"{self.node}.gpus={self.gpus}: functions run on CPU cores; set cpus instead")
         return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPRMConfig(RewardModelConfig):
+    """A reward model that scores at a token behind each step.
+
+    With `good_token` and `bad_token` it is a causal language model, and a score the probability of the good one among
+    both (Math-Shepherd, arXiv:2312.08935); else a token classifier, as Qwen2.5-Math-PRM is (arXiv:2501.07301).
+    """
+
+    node: ClassVar[str] = "prm"
+
+    step_separator: str = SEPARATOR
+    """What stands between two steps of a response."""
+    step_form: str = "{step}{token}"
+    """How a step stands in what the model reads, with the token behind it that is scored: `"{step} {token}\\n"`."""
+    token: str | None = None
+    """The token behind each step: `<extra_0>` of Qwen2.5-Math-PRM, the Cyrillic `\u043a\u0438` of Math-Shepherd."""
+    good_token: str | None = None
+    """What the model says after a good step."""
+    bad_token: str | None = None
+    """What it says after a bad one."""
+    label: int | str | None = None
+    """Which label of a token classifier means a good step. Null: 1 of two labels, or the only one."""
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with these values, each naming its key."""
+        yield from super().problems()
+        yield from separator_problems(self.node, self.step_separator)
+        if not self.token:
+            yield f"{self.node}.token is not set: give the token that the model scores behind each step, as <extra_0>"
+        if not (self.step_form.count(STEP) == self.step_form.count(TOKEN) == 1) or (
+            self.step_form.index(STEP) > self.step_form.index(TOKEN)
+        ):
+            yield f"{self.node}.step_form={self.step_form!r} must have {STEP}, and behind it {TOKEN}, once each"
+        if (self.good_token is None) != (self.bad_token is None):
+            yield f"{self.node}.good_token and {self.node}.bad_token go together: set both, or neither"
+        if self.good_token is not None and self.label is not None:
+            yield f"{self.node}.label is a token classifier's, and {self.node}.good_token a language model's: set one"
