@@ -47,8 +47,11 @@ class Room:
 def room(run: RunConfig, role: str) -> Room | None:
     """What a role must have room for; null for one that reads no more than rows of the dataset.
 
+    And for one that reads texts of its own making: what is too long for it is the fault of a row.
     A teacher reads samples and dataset responses, with the prompt that a row brings for it where it has one.
     """
+    if getattr(run.roles[role].config, "reads_text", False):
+        return None
     data, longest = run.data, getattr(run.algorithm.config, "max_completion_length", None)
     completion = None if longest is None else ("algorithm.max_completion_length", int(longest))
     prompt = ("data.max_length", data.max_length)
@@ -77,6 +80,8 @@ def positions_suffice(run: RunConfig) -> Iterator[str]:
         given = getattr(run.roles[role].config, "max_model_len", None)
         if given is not None and given > most:
             yield f"{role}.max_model_len={given} is more than the {most} positions of {name}: set it to null"
+        if getattr(run.roles[role].config, "reads_text", False):
+            continue
         need = room(run, role) or Room((("data.max_length", run.data.max_length),))
         if need.tokens <= most or name in told:
             continue
