@@ -178,7 +178,7 @@ class Sampling(Algorithm):
         write_json(results.folder / "summary.json", summary)
         for note in notes:
             telemetry.event(note)
-        telemetry.event(sampling_summary.as_text(summary, self.config.output))
+        telemetry.tables(sampling_summary.tables_of(summary, self.config.output))
         what = f"{tally.kept} {'pairs' if self.config.output == 'pairs' else 'responses'}"
         telemetry.event(f"{what} in {results.path}")
         done: dict[str, Any] = {"rows": tally.rows, "results": what, "file": results.path.name}

@@ -11,7 +11,6 @@ from rolegraph.algorithms.sampling_folder import source_of
 from rolegraph.algorithms.sampling_summary import Tally
 from rolegraph.algorithms.selection import Candidate, Rules, Selection, select
 from rolegraph.batch import Batch
-from rolegraph.columns import KNOWN_TYPES
 from rolegraph.errors import DataError
 from rolegraph.journal import Journal, Key
 from rolegraph.json_rows import Row, encode_plain
@@ -26,6 +25,13 @@ OWN = frozenset(
     }
 )
 """Columns of results that are not the dataset's: one of its own of such a name has `dataset_` before it."""
+NOT_PASSED_ON = frozenset(
+    {
+        *("uid", "prompt_ids", "prompt_length", "teacher_prompt_ids", "teacher_prompt_length"),
+        *("response_ids", "response_mask", "response_length", "length"),
+    }
+)
+"""What the loader made of a row: its tokens, for one model."""
 _CHUNK = 256
 """Rows of the dataset that are looked at together."""
 
@@ -124,8 +130,7 @@ class Results:
         uids = rows["uid"].to_pylist()
         self.uids = [uids[place] for place in places]
         self._uid_of = dict(zip(places, self.uids, strict=True))
-        passed_on = [name for name in rows.column_names if name not in KNOWN_TYPES and name != "teacher_prompt_length"]
-        self._passed_on = rows.select(passed_on)
+        self._passed_on = rows.drop(NOT_PASSED_ON)
         self.scorers = sorted(rules.weights)
 
     def uid_of(self, place: int) -> str:

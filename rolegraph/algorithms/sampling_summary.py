@@ -1,22 +1,32 @@
-"""What became of the rows and candidates of a sampling run: counted, for `summary.json`, and as a table for people."""
+"""What became of the rows and candidates of a sampling run: counted, for `summary.json`, and as tables for people."""
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from io import StringIO
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from rolegraph.algorithms.selection import Selection
-from rolegraph.telemetry.progress import duration, figure
 
-if TYPE_CHECKING:
-    from rolegraph.data.report import Report
-
+Table = tuple[Sequence[str], Sequence[Sequence[Any]]]
 QUARTILES = ("min", "25%", "median", "75%", "max")
+FAULTS_SHOWN = 8
+"""Of the table; `summary.json` has all."""
+
+
+class Report(Protocol):
+    """What became of the rows of a source."""
+
+    @property
+    def rows(self) -> int:
+        """Rows read."""
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Rows left out, by reason."""
 
 
 class Tally:
@@ -105,41 +115,21 @@ def as_plain(tally: Tally, report: Report | None, *, drawn: int, tokens: int, se
     }
 
 
-def as_text(summary: Mapping[str, Any], output: str) -> str:
-    """The summary as tables of a terminal."""
-    from rich.console import Console, Group
-    from rich.table import Table
-
-    counts = Table("what", "how many", box=None, pad_edge=False)
-    counts.columns[1].justify = "right"
-    source = summary["source"]
+def tables_of(summary: Mapping[str, Any], output: str) -> Iterator[Table]:
+    """The summary as tables, a header and rows: counts, and the distribution of the scores."""
+    rows: list[Sequence[Any]] = []
+    source, now = summary["source"], summary["this_part"]
     if source.get("left_out"):
-        counts.add_row("rows of the source", f"{source['rows']:,}")
-        for reason, count in source["left_out"].items():
-            counts.add_row(f"  left out: {reason}", f"{count:,}")
-    counts.add_row("rows in", f"{summary['rows']:,}")
-    counts.add_row("candidates", f"{summary['candidates']:,}")
-    counts.add_row("  passed", f"{summary['passed']:,}")
-    for reason, count in summary["candidates_failed"].items():
-        counts.add_row(f"  failed, {reason}", f"{count:,}")
-    for reason, count in list(summary["faults"].items())[:8]:
-        counts.add_row(f"  fault of {reason}", f"{count:,}")
-    for reason, count in summary["rows_dropped"].items():
-        counts.add_row(f"rows dropped, {reason}", f"{count:,}")
-    counts.add_row("responses kept" if output == "kept" else "pairs", f"{summary['kept']:,}")
-    now = summary["this_part"]
+        rows.append(("rows of the source", source["rows"]))
+        rows += [(f"  left out: {reason}", count) for reason, count in source["left_out"].items()]
+    rows += [("rows in", summary["rows"]), ("candidates", summary["candidates"]), ("  passed", summary["passed"])]
+    rows += [(f"  failed, {reason}", count) for reason, count in summary["candidates_failed"].items()]
+    rows += [(f"  fault of {reason}", count) for reason, count in list(summary["faults"].items())[:FAULTS_SHOWN]]
+    rows += [(f"rows dropped, {reason}", count) for reason, count in summary["rows_dropped"].items()]
+    rows.append(("responses kept" if output == "kept" else "pairs", summary["kept"]))
     if now["drawn"]:
-        speed = f", {figure(now['tokens_per_second'])} tokens a second" if now["tokens_per_second"] else ""
-        counts.add_row("drawn now", f"{now['drawn']:,} in {duration(now['seconds'])}{speed}")
-    parts: list[Table] = [counts]
+        rows += [("candidates drawn now", now["drawn"]), ("tokens a second", now["tokens_per_second"])]
+    yield ("what", "how many"), rows
     if summary["scores"]:
-        scores = Table("score", *QUARTILES, "null", box=None, pad_edge=False)
-        for column in scores.columns[1:]:
-            column.justify = "right"
-        for role, found in summary["scores"].items():
-            cuts = ["-" if found[name] is None else figure(found[name]) for name in QUARTILES]
-            scores.add_row(role, *cuts, f"{found['null']:,}")
-        parts.append(scores)
-    console = Console(file=StringIO(), width=110, markup=False, highlight=False)
-    console.print(Group(*parts))
-    return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
+        names = (*QUARTILES, "null")
+        yield ("score", *names), [(role, *(cuts[name] for name in names)) for role, cuts in summary["scores"].items()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
@@ -14,6 +14,7 @@ from rolegraph.telemetry.loggers import Tracker, open_trackers
 from rolegraph.telemetry.metrics import MetricsLog, plain
 from rolegraph.telemetry.progress import Progress, duration, figure
 from rolegraph.telemetry.samples import FINISH_S, SampleFiles
+from rolegraph.telemetry.tables import as_text
 from rolegraph.telemetry.timeline import Timeline
 
 
@@ -136,6 +137,10 @@ class Telemetry:
     def event(self, text: str) -> None:
         """Tell the person at the terminal something that stays on the screen."""
         self.progress.say(text)
+
+    def tables(self, tables: Iterable[tuple[Sequence[str], Sequence[Sequence[Any]]]]) -> None:
+        """Show tables that stay on the screen, each a header and rows."""
+        self.progress.say(as_text(tables))
 
     def finish_samples(self) -> None:
         """Give samples that are being written a moment to be whole; to be called while the workers still run."""
