@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Ge, Gt, Le
 
@@ -26,6 +26,9 @@ class SamplingConfig(SamplingOptions, ScoreOptions):
     process score above `prm_threshold`; what no role of the run says is not asked for. Those that pass are ranked by
     the weighted sum of their scores, each role's normalised from 0 to 1 over the row's own candidates.
     """
+
+    passes_columns_on: ClassVar[bool] = True
+    """Columns of the dataset come out as they went in, whatever Arrow makes of them in between."""
 
     num_return_sequences: Annotated[int, Ge(1)] = 8
     """Candidates a row."""

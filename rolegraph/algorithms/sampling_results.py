@@ -13,7 +13,7 @@ from rolegraph.algorithms.selection import Candidate, Rules, Selection, select
 from rolegraph.batch import Batch
 from rolegraph.errors import DataError
 from rolegraph.journal import Journal, Key
-from rolegraph.json_rows import Row, encode_plain
+from rolegraph.json_rows import EXACT, Row, decode, encode_plain
 from rolegraph.results import write_jsonl, write_parquet
 
 SAMPLE = ("uid", "repeat", "response_text", "finish_reason", "response_length", "sample_fault")
@@ -197,6 +197,8 @@ class Results:
             return
         columns = self._passed_on.take([place for place, _, _ in chunk]).fetch_sync()
         for row, (place, found, chosen) in zip(columns.table.to_pylist(), chunk, strict=True):
+            if exact := row.pop(EXACT, None):
+                row |= decode(exact.encode())
             yield from result_rows(self._uid_of[place], row, found, chosen, self.scorers)
 
 

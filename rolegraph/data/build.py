@@ -21,14 +21,12 @@ from rolegraph.data.report import BadRowError, Report
 from rolegraph.data.rows import Needs, Row, Sample
 from rolegraph.data.tokenizer import ChatTokenizer
 from rolegraph.errors import DataError
+from rolegraph.json_rows import EXACT
 from rolegraph.plugins import load_plugins
 
 SHARD_ROWS = 64
 """Rows of one object in the store: a reader of a few rows does not pull the data set."""
 _ENCODE_ROWS = 512
-
-EXACT = "exact_columns"
-"""JSON of what a row's other columns do not give back as it was in the data set (`columns.given_back_otherwise`)."""
 
 RESERVED = frozenset(KNOWN_TYPES) | {
     EXACT,
