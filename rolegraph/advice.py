@@ -88,8 +88,12 @@ def _knob(run: RunConfig, use: Use, phase: PhaseNeed, holder: Holder, over: int,
         if holder.share_bytes is None and not config.kv_cache_bytes:
             key = "max_num_seqs"
         return f"{takes}: lower {role}.{key} ({getattr(config, key)})"
-    key = "max_tokens_per_micro_batch" if use.part == "activations" else "pipeline_model_parallel_size"
-    return f"{takes}: {'lower' if use.part == 'activations' else 'raise'} {role}.{key} ({getattr(config, key)})"
+    if use.part == "activations":
+        return f"{takes}: lower {role}.max_tokens_per_micro_batch ({config.max_tokens_per_micro_batch})"
+    pipeline = getattr(config, "pipeline_model_parallel_size", None)
+    if pipeline is None:
+        return f"{takes}: choose a smaller model ({role}.model), or devices with more memory"
+    return f"{takes}: raise {role}.pipeline_model_parallel_size ({pipeline})"
 
 
 def _trainer_knob(config: Any, use: Use, trainer: Trainer, over: int, takes: str) -> str | None:

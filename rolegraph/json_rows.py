@@ -22,6 +22,9 @@ from rolegraph.errors import DataError
 
 Row = dict[str, Any]
 
+EXACT = "exact_columns"
+"""A column with what the row's other columns do not give back as the data set had it, as `encode` writes it."""
+
 
 def encode(row: Mapping[str, Any]) -> bytes:
     """A row as one line of JSON, without its end. Raises DataError that names the column of what has no form."""

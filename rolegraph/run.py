@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from rolegraph.algorithms.base import Algorithm
-from rolegraph.algorithms.config import Needs
 from rolegraph.algorithms.scorers import Scorers
 from rolegraph.algorithms.teachers import Teachers, assigned
 from rolegraph.config.rules import settle
@@ -241,8 +240,10 @@ async def _load(config: RunConfig, model_path: str) -> Dataset:
     """Read and tokenise the data, in a Ray task while the roles start."""
     from rolegraph.data import load
 
-    needs: Needs = getattr(config.algorithm.config, "data_needs", "prompt")
-    dataset = await asyncio.to_thread(load, config.data, model_path, needs, use_ray=config.use_ray)
+    exact: bool = getattr(config.algorithm.config, "passes_columns_on", False)
+    dataset = await asyncio.to_thread(
+        load, config.data, model_path, config.data_needs, use_ray=config.use_ray, keep_exact=exact
+    )
     if teachers := [role for role in config.roles if is_teacher(role)]:
         assigned(dataset.rows, teachers)  # while the roles still start
     return dataset

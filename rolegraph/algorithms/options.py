@@ -11,7 +11,8 @@ from annotated_types import Ge, Gt, Le
 from rolegraph.interfaces import SamplingParams
 from rolegraph.role import is_scorer
 
-Needs = Literal["prompt", "response", "text"]
+Needs = Literal["prompt", "response", "text", "chat"]
+"""What an algorithm reads of its data: prompts in tokens, with responses, raw text, or prompts as text."""
 
 
 @dataclass(frozen=True, kw_only=True)

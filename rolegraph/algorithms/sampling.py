@@ -22,7 +22,7 @@ from rolegraph.batch import Batch
 from rolegraph.errors import DataError
 from rolegraph.interfaces import Metrics, ORMRole, PRMRole, SamplerRole
 from rolegraph.journal import Journal
-from rolegraph.json_rows import Row
+from rolegraph.json_rows import EXACT, Row
 from rolegraph.results import write_json
 from rolegraph.role import Role
 
@@ -34,8 +34,8 @@ AHEAD = 2
 """Calls of the sampler at a time: while one ends, its last rows one by one, the next one has the engines busy."""
 IN_FLIGHT = 4
 """Batches that are drawn, scored and written at a time; where scoring is slower than sampling, sampling waits."""
-TOKENS = ("response_ids", "response_mask", "response_length", "length", "rollout_logprobs")
-"""What dataset rows with a response bring, and candidates get anew."""
+NOT_SENT = (EXACT, "response_ids", "response_mask", "response_length", "length", "rollout_logprobs")
+"""What roles have no use for: columns that only results need, and those that candidates get anew."""
 
 
 class Sampling(Algorithm):
@@ -111,7 +111,7 @@ class Sampling(Algorithm):
             return [{name: row.get(name) for name in SAMPLE} for row in drawn]
         assert self.sampler is not None
         places, repeats = zip(*((p, r) for p, r in zip(part.rows, part.draw, strict=True) if r), strict=True)
-        rows = self.job.dataset.rows.take(places).drop(TOKENS)
+        rows = self.job.dataset.rows.take(places).drop(NOT_SENT)
         if any(len(each) < self.config.num_return_sequences for each in repeats):
             rows = rows.with_columns({"repeats": [np.asarray(each, np.int32) for each in repeats]})
         # No step in the seed: which call a candidate is drawn by changes with every interruption.
@@ -135,7 +135,7 @@ class Sampling(Algorithm):
         if not self.scorers or not answered:
             return list(drawn), metrics
         place_of = {self.results.uid_of(place): place for place in part.rows}
-        rows = self.job.dataset.rows.take([place_of[row["uid"]] for row in answered]).drop(TOKENS)
+        rows = self.job.dataset.rows.take([place_of[row["uid"]] for row in answered]).drop(NOT_SENT)
         own = ("repeat", "response_text", "finish_reason", "response_length")
         rows = rows.with_columns({name: [row[name] for row in answered] for name in own})
         scored = await self.scorers.score(self, rows, in_turn=self.job.config.deterministic)

@@ -28,7 +28,7 @@ class SamplingConfig(SamplingOptions, ScoreOptions):
     """
 
     passes_columns_on: ClassVar[bool] = True
-    """Told to the loader of the data: what a column cannot hold exactly is kept beside it."""
+    """Columns of the dataset come out as they went in, whatever Arrow makes of them in between."""
 
     num_return_sequences: Annotated[int, Ge(1)] = 8
     """Candidates a row."""
@@ -118,8 +118,6 @@ class SamplingConfig(SamplingOptions, ScoreOptions):
                 "it"
             )
         yield from self._something_to_rank_by(run, scorers)
-        if self.overwrite and run.resume:
-            yield ("algorithm.overwrite=true removes what resume=true would go on with: set one of them to false")
         if run.max_steps is not None:
             yield (
                 f"max_steps={run.max_steps} has no effect: {run.algorithm.name} goes over its rows once. Remove it (or "

@@ -13,7 +13,7 @@ from rolegraph.algorithms.selection import Candidate, Rules, Selection, select
 from rolegraph.batch import Batch
 from rolegraph.errors import DataError
 from rolegraph.journal import Journal, Key
-from rolegraph.json_rows import Row, decode, encode_plain
+from rolegraph.json_rows import EXACT, Row, decode, encode_plain
 from rolegraph.results import write_jsonl, write_parquet
 
 SAMPLE = ("uid", "repeat", "response_text", "finish_reason", "response_length", "sample_fault")
@@ -32,8 +32,6 @@ NOT_PASSED_ON = frozenset(
     }
 )
 """What the loader made of a row: its tokens, for one model."""
-EXACT = "exact_columns"
-"""A column of the loader: JSON of what a row's other columns do not hold as it was."""
 _CHUNK = 256
 """Rows of the dataset that are looked at together."""
 
@@ -199,13 +197,9 @@ class Results:
             return
         columns = self._passed_on.take([place for place, _, _ in chunk]).fetch_sync()
         for row, (place, found, chosen) in zip(columns.table.to_pylist(), chunk, strict=True):
-            yield from result_rows(self._uid_of[place], as_given(row), found, chosen, self.scorers)
-
-
-def as_given(row: Row) -> Row:
-    """A dataset row with the values that its columns could not hold as they were."""
-    exact = row.pop(EXACT, None)
-    return row if exact is None else row | decode(exact.encode())
+            if exact := row.pop(EXACT, None):
+                row |= decode(exact.encode())
+            yield from result_rows(self._uid_of[place], row, found, chosen, self.scorers)
 
 
 def candidate_of(row: Row, scorers: Sequence[str]) -> Candidate:

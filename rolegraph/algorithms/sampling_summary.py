@@ -28,6 +28,18 @@ class Report(Protocol):
     def dropped(self) -> Counter[str]:
         """Rows left out, by reason."""
 
+    @property
+    def places(self) -> dict[str, list[str]]:
+        """Where they were, by reason."""
+
+    @property
+    def repaired(self) -> Counter[str]:
+        """Rows that were read as something that they are not quite, by what that is."""
+
+    @property
+    def notes(self) -> list[str]:
+        """What else there is to say of the rows."""
+
 
 class Tally:
     """Counts over the rows of a run; a number of memory a candidate and role, for their distribution."""
@@ -94,7 +106,10 @@ def as_plain(tally: Tally, report: Report | None, *, drawn: int, tokens: int, se
         report: what became of the rows of the source.
         drawn: candidates that this part of the run drew, `tokens` theirs, in `seconds`.
     """
-    source = {} if report is None else {"rows": report.rows, "left_out": dict(sorted(report.dropped.items()))}
+    source: dict[str, Any] = {}
+    if report is not None:
+        source = {"rows": report.rows, "left_out": dict(sorted(report.dropped.items()))}
+        source |= {"left_out_at": report.places, "changed": dict(report.repaired), "notes": report.notes}
     return {
         "source": source,
         "rows": tally.rows,
@@ -119,9 +134,11 @@ def tables_of(summary: Mapping[str, Any], output: str) -> Iterator[Table]:
     """The summary as tables, a header and rows: counts, and the distribution of the scores."""
     rows: list[Sequence[Any]] = []
     source, now = summary["source"], summary["this_part"]
-    if source.get("left_out"):
+    if source.get("left_out") or source.get("changed"):
         rows.append(("rows of the source", source["rows"]))
         rows += [(f"  left out: {reason}", count) for reason, count in source["left_out"].items()]
+    if source.get("changed"):
+        rows += [(f"  changed: {change}", count) for change, count in source["changed"].items()]
     rows += [("rows in", summary["rows"]), ("candidates", summary["candidates"]), ("  passed", summary["passed"])]
     rows += [(f"  failed, {reason}", count) for reason, count in summary["candidates_failed"].items()]
     rows += [(f"  fault of {reason}", count) for reason, count in list(summary["faults"].items())[:FAULTS_SHOWN]]

@@ -208,6 +208,17 @@ def rows_name_their_teacher(run: RunConfig) -> Iterator[str]:
         )
 
 
+def chats_are_not_tokenised(run: RunConfig) -> Iterator[str]:
+    """What is about tokens has no say where a service gets the messages."""
+    if run.data_needs != "chat":
+        return
+    for key in ("chat_template", "chat_template_kwargs", "max_teacher_prompt_length"):
+        if getattr(run.data, key):
+            yield f"data.{key} has no effect: prompts go to a service as text, which has its own template: remove it"
+    if run.data.truncation_strategy != "drop":
+        yield "data.truncation_strategy has no effect: prompts go to a service as text, however long: remove it"
+
+
 def free_fields_are_known(run: RunConfig) -> Iterator[str]:
     """Keys that a role hands on to a library are fields there, as far as the library is installed.
 
@@ -304,6 +315,7 @@ RULES: list[Callable[[RunConfig], Iterator[str]]] = [
     schedules_end,
     raw_text_is_no_chat,
     rows_name_their_teacher,
+    chats_are_not_tokenised,
     free_fields_are_known,
     one_process_suffices,
     overlap_has_devices,

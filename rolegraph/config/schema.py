@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge
 
@@ -12,6 +12,9 @@ from rolegraph.data.config import DataConfig
 from rolegraph.models.config import ModelConfig
 from rolegraph.placement import PlacementConfig
 from rolegraph.rewards.config import RewardConfig
+
+if TYPE_CHECKING:
+    from rolegraph.algorithms.options import Needs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +99,15 @@ class RunConfig:
     def started(self) -> dict[str, Spec]:
         """The roles with actors of their own: not those that another role's actors play."""
         return {role: spec for role, spec in self.roles.items() if not getattr(spec.config, "binds", None)}
+
+    @property
+    def data_needs(self) -> Needs:
+        """How rows are read: as text where the sampler takes text, else as the algorithm says."""
+        sampler = self.roles.get("sampler")
+        if sampler is not None and getattr(sampler.config, "takes_text", False):
+            return "chat"
+        needs: Needs = getattr(self.algorithm.config, "data_needs", "prompt")
+        return needs
 
     @property
     def keeps_reference(self) -> bool:

@@ -15,12 +15,13 @@ import pyarrow as pa
 from rolegraph.batch import Batch
 from rolegraph.columns import KNOWN_TYPES
 from rolegraph.data import rows, sources, tokenizer
-from rolegraph.data.columns import to_columns
+from rolegraph.data.columns import given_back_otherwise, to_columns
 from rolegraph.data.config import DataConfig
 from rolegraph.data.report import BadRowError, Report
 from rolegraph.data.rows import Needs, Row, Sample
 from rolegraph.data.tokenizer import ChatTokenizer
 from rolegraph.errors import DataError
+from rolegraph.json_rows import EXACT
 from rolegraph.plugins import load_plugins
 
 SHARD_ROWS = 64
@@ -28,6 +29,7 @@ SHARD_ROWS = 64
 _ENCODE_ROWS = 512
 
 RESERVED = frozenset(KNOWN_TYPES) | {
+    EXACT,
     "teacher_ids",
     "teacher_logprobs",
     "teacher_hidden",
@@ -51,22 +53,27 @@ class Encoded:
     teacher_prompt: list[int] | None = None
 
 
-def build(config: DataConfig, model_path: str, needs: Needs) -> tuple[list[Batch], Report]:
+def build(config: DataConfig, model_path: str, needs: Needs, *, keep_exact: bool = False) -> tuple[list[Batch], Report]:
     """Read, tokenise and filter the rows; returns local shards of 64 rows, and what became of the others.
+
+    With `keep_exact` there is a column `exact_columns` where Arrow's columns change some values.
 
     Raises:
         DataError: the source cannot be read, a row is bad and `on_bad_row` is fail, or no row is left.
     """
     report = Report(source=describe(config))
-    model = tokenizer.load(model_path, template=config.chat_template, variables=config.chat_template_kwargs)
     samples = _unique(_samples(config, needs, report), config, report)
-    fitting = _fitting(_encoded(samples, model, needs, config, report), needs, config, report)
+    if needs == "chat":
+        fitting: Iterator[Encoded] = (Encoded(where, uid, row.columns, [], None) for where, uid, row in samples)
+    else:
+        model = tokenizer.load(model_path, template=config.chat_template, variables=config.chat_template_kwargs)
+        fitting = _fitting(_encoded(samples, model, needs, config, report), needs, config, report)
     kept = list(islice(fitting, config.limit))
     report.kept = len(kept)
     if not kept:
         nothing = "it has no rows at all" if not report.rows else f"all {report.rows} rows were left out"
         raise DataError("\n".join([f"no data: {nothing}", *report.lines()]))
-    return _shards(kept, needs, report), report
+    return _shards(kept, needs, report, keep_exact=keep_exact), report
 
 
 def describe(config: DataConfig) -> str:
@@ -89,10 +96,9 @@ def _samples(config: DataConfig, needs: Needs, report: Report) -> Iterator[tuple
             row, changed = rows.repair(row)
             name = rows.content_id(row)
             for path, function in zip(config.preprocessors, preprocessors, strict=True):
-                row = _preprocess(row, path, function)
+                row = rows.repair(_preprocess(row, path, function))[0]
             sample = rows.read(row, needs, system_prompt=config.system_prompt, prompt_as=config.prompt_as)
-            if config.id_column is not None:
-                name = _id(row, config.id_column)
+            name = _named(sample.columns, config.id_column) or name
         except _DroppedError as dropped:
             report.drop(where, BadRowError(str(dropped)))
             continue
@@ -101,9 +107,9 @@ def _samples(config: DataConfig, needs: Needs, report: Report) -> Iterator[tuple
                 raise DataError(f"{where}: {bad} (data.on_bad_row=skip leaves such rows out)") from bad
             report.drop(where, bad)
             continue
-        report.repaired["broken surrogates in the text, replaced by U+FFFD"] += changed
+        surrogates = ["broken surrogates in the text, replaced by U+FFFD"] if changed else []
+        report.repaired.update(dict.fromkeys([*surrogates, *sample.changes], 1))
         yield where, name, sample
-    report.repaired = +report.repaired
 
 
 def _load_plugins(plugins: Sequence[str]) -> None:
@@ -152,10 +158,26 @@ def _function(path: str) -> Callable[[Row], Any]:
     return function  # type: ignore[no-any-return]
 
 
+def _named(columns: Row, id_column: str | None) -> str | None:
+    """The name that a row's own columns give it; null where they give it none.
+
+    Rows that a sampling run wrote are named by their `uid` and `repeat`, which are taken out: others will come there.
+    """
+    if id_column is not None:
+        return _id(columns, id_column)
+    if rows.missing(columns.get("uid")):
+        return None
+    name, repeat = _id(columns, "uid"), columns.pop("repeat", None)
+    del columns["uid"]
+    return name if repeat is None else f"{name}/{repeat}"
+
+
 def _id(row: Row, column: str) -> str:
     value = row.get(column)
-    if value is None or value == "":
+    if rows.missing(value) or value == "":
         raise BadRowError(f"no id in column {column!r}", f"its columns are {', '.join(map(str, row)) or 'none'}")
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise BadRowError(f"the id in column {column!r} is neither text nor a number", f"but a {type(value).__name__}")
     return str(value)
 
 
@@ -176,6 +198,8 @@ def _unique(
                 raise DataError(f"{where}: duplicate row, {detail} (data.on_duplicate=keep or drop lets it pass)")
             report.drop(where, BadRowError("duplicate", detail))
             continue
+        if uid != name:
+            report.repaired["a uid that an earlier row has, made another one by #2, #3, ... at its end"] += 1
         first[uid] = where
         yield where, uid, sample
 
@@ -299,9 +323,20 @@ def _cut(row: Encoded, needs: Needs, limit: int) -> Encoded | None:
     return replace(row, prompt=row.prompt[-room:]) if room > 0 else None
 
 
-def _shards(kept: list[Encoded], needs: Needs, report: Report) -> list[Batch]:
+def _shards(kept: list[Encoded], needs: Needs, report: Report, *, keep_exact: bool) -> list[Batch]:
+    values = _own_columns(kept, needs)
+    columns = {"uid": pa.array([row.uid for row in kept], pa.string()), **_tokens(kept, needs)}
+    own = to_columns(values, report.notes)
+    if keep_exact and (exact := given_back_otherwise(values, own)) is not None:
+        columns[EXACT] = exact
+    table = pa.table(columns | own)
+    return [Batch.from_table(table.slice(start, SHARD_ROWS)) for start in range(0, len(kept), SHARD_ROWS)]
+
+
+def _own_columns(kept: list[Encoded], needs: Needs) -> dict[str, list[Any]]:
+    """The data set's columns. Raises DataError where one has a name that a run writes."""
     names = dict.fromkeys(name for row in kept for name in row.columns)
-    taken = [name for name in names if name in RESERVED or name.startswith(("rewards/", "reward_faults/"))]
+    taken = [name for name in names if name in RESERVED or name.startswith(("rewards/", "reward_faults/", "scores/"))]
     if taken:
         raise DataError(
             f"the data set has a column {taken[0]!r}, a name of rolegraph's own: rename it with "
@@ -309,9 +344,14 @@ def _shards(kept: list[Encoded], needs: Needs, report: Report) -> list[Batch]:
             + (" (or read it as the row's id and rename it: data.id_column=dataset_uid)" if taken[0] == "uid" else "")
         )
     hidden = {"text"} if needs == "text" else set()  # it would travel beside its own tokens
-    values = {name: [row.columns.get(name) for row in kept] for name in names if name not in hidden}
+    return {name: [row.columns.get(name) for row in kept] for name in names if name not in hidden}
+
+
+def _tokens(kept: list[Encoded], needs: Needs) -> dict[str, pa.Array]:
+    """The columns of what was tokenised."""
+    if needs == "chat":
+        return {}
     columns: dict[str, pa.Array] = {
-        "uid": pa.array([row.uid for row in kept], pa.string()),
         "prompt_ids": _ids([row.prompt for row in kept]),
         "prompt_length": pa.array([len(row.prompt) for row in kept], pa.int32()),
     }
@@ -326,9 +366,7 @@ def _shards(kept: list[Encoded], needs: Needs, report: Report) -> list[Batch]:
         prompts = [row.teacher_prompt for row in kept]
         columns["teacher_prompt_ids"] = pa.array(prompts, pa.list_(pa.int32()))
         columns["teacher_prompt_length"] = pa.array([len(ids or ()) for ids in prompts], pa.int32())
-    columns |= to_columns(values, report.notes)
-    table = pa.table(columns)
-    return [Batch.from_table(table.slice(start, SHARD_ROWS)) for start in range(0, len(kept), SHARD_ROWS)]
+    return columns
 
 
 def _ids(lists: list[list[int]]) -> pa.Array:

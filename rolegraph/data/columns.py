@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
+
+from rolegraph.errors import DataError
+from rolegraph.json_rows import encode
+
+DEEPEST = 32
+"""Levels of lists and structs in a column; Arrow itself sends no more than 64 to another process."""
 
 
 def to_columns(values: Mapping[str, list[Any]], notes: list[str]) -> dict[str, pa.Array]:
@@ -14,9 +21,36 @@ def to_columns(values: Mapping[str, list[Any]], notes: list[str]) -> dict[str, p
     return {name: _array(name, column, notes) for name, column in values.items()}
 
 
+def given_back_otherwise(values: Mapping[str, list[Any]], columns: Mapping[str, pa.Array]) -> pa.Array | None:
+    """[rows] what a row's columns do not give back as it was, as one JSON object; null for a row of which all is.
+
+    Objects of several keys get all of them, numbers among texts become texts, and so on. None: it is so for no row.
+    """
+    rows: dict[int, dict[str, Any]] = {}
+    for name, column in values.items():
+        if pa.types.is_string(columns[name].type) and {type(value) for value in column} <= {str, type(None)}:
+            continue
+        for index, (value, again) in enumerate(zip(column, columns[name].to_pylist(), strict=True)):
+            if value is not None and not _same(value, again):
+                rows.setdefault(index, {})[name] = value
+    if not rows:
+        return None
+    count = len(next(iter(values.values())))
+    return pa.array([encode(rows[index]).decode() if index in rows else None for index in range(count)], pa.string())
+
+
+def _same(value: Any, again: Any) -> bool:
+    try:
+        return encode({"": value}) == encode({"": again})
+    except DataError:  # what has no form in JSON cannot be kept so
+        return True
+
+
 def _array(name: str, values: list[Any], notes: list[str]) -> pa.Array:
     try:
-        return _settled(pa.array(values))
+        array = _settled(pa.array(values))
+        if _holds(array.type):
+            return array
     except (pa.ArrowException, TypeError, OverflowError):
         pass
     kinds = {type(value) for value in values if value is not None}
@@ -26,11 +60,39 @@ def _array(name: str, values: list[Any], notes: list[str]) -> pa.Array:
         return pa.array([None if value is None else float(value) for value in values], pa.float64())
     if kinds <= {bool, int, float, str}:
         notes.append(f"column {name!r} holds {listed}: carried as text")
-        return pa.array(
-            [None if v is None else v if isinstance(v, str) else json.dumps(v) for v in values], pa.string()
-        )
+        return pa.array([_as_text(value) for value in values], pa.string())
+    if name == "messages":
+        return _messages(values, notes)
     notes.append(f"column {name!r} holds values of several shapes ({listed}): carried as JSON text")
-    return pa.array([None if value is None else json.dumps(value, default=str) for value in values], pa.string())
+    return pa.array([_as_json(value) for value in values], pa.string())
+
+
+def _messages(values: list[Sequence[Mapping[str, Any]] | None], notes: list[str]) -> pa.Array:
+    """Chats whose messages have further keys of several shapes, which become JSON text; they stay lists of objects."""
+    notes.append("messages have keys whose values are of several shapes: these are carried as JSON text")
+    plain = ("role", "content")
+    chats = [
+        chat and [{key: item if key in plain else _as_json(item) for key, item in turn.items()} for turn in chat]
+        for chat in values
+    ]
+    return pa.array(chats)
+
+
+def _as_json(value: Any) -> str | None:
+    return None if value is None else json.dumps(value, default=str)
+
+
+def _as_text(value: Any) -> str | None:
+    if value is None or (isinstance(value, float) and math.isnan(value)):  # a text that is missing
+        return None
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _holds(kind: pa.DataType, room: int = DEEPEST) -> bool:
+    """Whether a column of this type can be sent and written: not too deep, and no struct without a field."""
+    if pa.types.is_struct(kind):
+        return room > 0 and kind.num_fields > 0 and all(_holds(field.type, room - 1) for field in kind)
+    return not pa.types.is_list(kind) or (room > 0 and _holds(kind.value_type, room - 1))
 
 
 def _settled(array: pa.Array | pa.ChunkedArray) -> pa.Array:

@@ -49,7 +49,7 @@ class DataConfig:
     columns: dict[str, str] = field(default_factory=dict)
     """Renames columns: `{prompt: question}` reads the dataset's `question` as the prompt."""
     id_column: str | None = None
-    """The column that names a row; null names it by a hash of its content."""
+    """The column that names a row; null: `uid`, as a sampling run writes it, or else a hash of the row's content."""
     preprocessors: tuple[str, ...] = ()
     """Import paths of functions `row -> row | None`, applied in order; null drops the row."""
     external_plugins: tuple[str, ...] = ()
@@ -63,7 +63,8 @@ class DataConfig:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables for the chat template (`{enable_thinking: false}`)."""
     max_length: int = 1024
-    """Tokens a row may have: of the prompt for RL, of prompt and response together for sft, of the text for pt."""
+    """Tokens a row may have: of the prompt for RL, of prompt and response together for sft, of the text for pt; any
+    number where a service gets the prompts as text."""
     max_teacher_prompt_length: int | None = None
     """Tokens a row's `teacher_prompt` may have; null: max_length."""
     truncation_strategy: Literal["drop", "left"] = "drop"

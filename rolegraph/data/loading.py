@@ -21,21 +21,29 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def load(config: DataConfig, model_path: str, needs: Needs = "prompt", *, use_ray: bool = False) -> Dataset:
-    """The tokenised rows of a source, for prompts (RL), responses (sft) or text (pt).
+def load(
+    config: DataConfig,
+    model_path: str,
+    needs: Needs = "prompt",
+    *,
+    use_ray: bool = False,
+    keep_exact: bool = False,
+) -> Dataset:
+    """The rows of a source: tokenised, for prompts (RL), responses (sft) or text (pt), or as text (chat).
 
     With `use_ray` the work is done in a Ray task on this node and its heavy columns stay in the object store.
+    `keep_exact` is that of `build`.
 
     Raises:
         DataError: the source cannot be read, a row is bad and `on_bad_row` is fail, or no row is left.
     """
     if use_ray:
-        return submit(config, model_path, needs).result()
-    shards, report = build(config, model_path, needs)
+        return submit(config, model_path, needs, keep_exact=keep_exact).result()
+    shards, report = build(config, model_path, needs, keep_exact=keep_exact)
     return _dataset(Batch.concat(shards), report, config)
 
 
-def submit(config: DataConfig, model_path: str, needs: Needs = "prompt") -> Pending:
+def submit(config: DataConfig, model_path: str, needs: Needs = "prompt", *, keep_exact: bool = False) -> Pending:
     """Start loading in a Ray task on this node, whose files it reads; `result` waits for it."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -45,7 +53,7 @@ def submit(config: DataConfig, model_path: str, needs: Needs = "prompt") -> Pend
     # What takes a process down (memory, as a rule) does so again, and Ray would try for ever.
     task = ray.remote(_build_task).options(num_returns="streaming", num_cpus=0, max_retries=0, scheduling_strategy=here)
     config = _absolute(config)
-    return Pending(task.remote(config, model_path, needs), config)
+    return Pending(task.remote(config, model_path, needs, keep_exact), config)
 
 
 class Pending:
@@ -92,9 +100,9 @@ def _killed(config: DataConfig, error: Exception) -> str:
     )
 
 
-def _build_task(config: DataConfig, model_path: str, needs: Needs) -> Iterator[Any]:
+def _build_task(config: DataConfig, model_path: str, needs: Needs, keep_exact: bool) -> Iterator[Any]:
     """The report, then for each shard its light part and its heavy columns, as objects that outlive this task."""
-    shards, report = build(config, model_path, needs)
+    shards, report = build(config, model_path, needs, keep_exact=keep_exact)
     yield report
     for shard in shards:
         # Ray resumes the generator with `send`, which the iterator of a tuple that is delegated to does not have.

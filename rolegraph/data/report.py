@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-EXAMPLES = 3
-"""Places named for each reason."""
+EXAMPLES, PLACES = 3, 1000
+"""Places told, and remembered, for each reason."""
 
 
 class BadRowError(Exception):
@@ -40,14 +40,14 @@ class Report:
         """Count a row that is left out, and remember where it was if it is among the first of its reason."""
         self.dropped[row.reason] += 1
         places = self.places.setdefault(row.reason, [])
-        if len(places) < EXAMPLES:
+        if len(places) < PLACES:
             places.append(f"{where} ({row.detail})" if row.detail else where)
 
     def lines(self) -> list[str]:
         """The report for a person, one line a reason."""
         out = [f"data: {self.kept} of {self.rows} rows kept from {self.source}"]
         for reason, count in self.dropped.most_common():
-            places = self.places[reason]
+            places = self.places[reason][:EXAMPLES]
             more = f" and {count - len(places)} more" if count > len(places) else ""
             out.append(f"  {count} left out: {reason}, at {'; '.join(places)}{more}")
         out += [f"  {count} changed: {change}" for change, count in self.repaired.most_common()]

@@ -7,12 +7,15 @@ import gzip
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rolegraph.data.config import DataConfig
 from rolegraph.data.report import BadRowError
 from rolegraph.data.rows import Row
 from rolegraph.errors import DataError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 Place = str
 Item = tuple[Place, Row | BadRowError]
@@ -38,7 +41,8 @@ def _jsonl(config: DataConfig) -> Iterator[Item]:
             try:
                 for number, line in enumerate(lines, 1):
                     # Only \n ends a line (U+2028 and friends are text), so lines are read as bytes.
-                    text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+                    # Files that were put behind each other have a byte-order mark in the middle.
+                    text = line.removeprefix(b"\xef\xbb\xbf")
                     if text.strip():
                         yield f"{file}:{number}", _parse(text)
             except (OSError, EOFError) as error:
@@ -72,11 +76,30 @@ def _parquet(config: DataConfig) -> Iterator[Item]:
         try:
             with pq.ParquetFile(file) as table:
                 for batch in table.iter_batches(batch_size=1024):
-                    for row in batch.to_pylist():
+                    for row in _readable(batch):
                         number += 1
                         yield f"{file}:{number}", row
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
             raise DataError(f"{file} cannot be read as Parquet after row {number}: {error}") from error
+
+
+def _readable(batch: pa.RecordBatch) -> Iterator[Row | BadRowError]:
+    """The rows of a batch; one with a value that Python cannot hold keeps the others from nothing."""
+    try:
+        rows = batch.to_pylist()
+    except ValueError:  # text that is no UTF-8, times out of range
+        rows = None
+    if rows is not None:
+        yield from rows
+        return
+    for index in range(len(batch)):
+        row = batch.slice(index, 1)
+        try:
+            yield row.to_pylist()[0]
+        except UnicodeDecodeError as error:
+            yield BadRowError("not UTF-8", f"byte {error.start + 1} of a text: {error.reason}")
+        except ValueError as error:
+            yield BadRowError("a value that cannot be read", str(error))
 
 
 def _huggingface(config: DataConfig) -> Iterator[Item]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -101,3 +102,11 @@ def reward_columns(
         "reward_reasons": pa.array(["; ".join(found) or None for found in reasons], pa.string()),
         "response_text": pa.array(texts, pa.string()),
     }
+
+
+def finite(scores: Scores) -> Scores:
+    """A number that is none (a model in half precision may overflow) is no score."""
+    for row, value in enumerate(scores.values):
+        if value is not None and not math.isfinite(value):
+            scores.values[row], scores.reasons[row] = None, "not_finite"
+    return scores

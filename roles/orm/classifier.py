@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar
 
 from rolegraph.batch import Batch
 from rolegraph.errors import ConfigError
 from rolegraph.rewards.pool import Scores
 from rolegraph.role import endpoint
-from roles.orm.base import OneScoreORM
+from roles.orm.base import OneScoreORM, finite
 from roles.orm.config import ClassifierORMConfig
 from roles.reward.config import label_index, labels_problem
 from roles.reward.transformers_model import RewardModel
@@ -63,11 +62,3 @@ class ClassifierORM(OneScoreORM):
     def onload(self) -> None:
         """Move the model back to its GPU."""
         self._model.move(away=False)
-
-
-def finite(scores: Scores) -> Scores:
-    """A number that is none (a model in half precision may overflow) is no score."""
-    for row, value in enumerate(scores.values):
-        if value is not None and not math.isfinite(value):
-            scores.values[row], scores.reasons[row] = None, "not_finite"
-    return scores

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
 
 from rolegraph.rewards.config import RewardConfig
-from roles.reward.config import RewardModelConfig
+from roles.reward.config import RewardModelConfig, form_problems
+from roles.rollout.config import VLLMEngineConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,3 +68,47 @@ def name_problems(node: str, name: str) -> Iterator[str]:
     """What is wrong with the name of a column."""
     if not name or "/" in name:
         yield f"{node}.name={name!r} names the column rewards/NAME: give a word without a slash"
+
+
+@dataclass(frozen=True, kw_only=True)
+class VLLMClassifierORMConfig(VLLMEngineConfig):
+    """A sequence classifier that vLLM runs."""
+
+    node: ClassVar[str] = "orm"
+    reloads_weights: ClassVar[bool] = False
+    reads_text: ClassVar[bool] = True
+    """Told to the rules on lengths: the role tokenises texts itself, and one that is too long has no score."""
+    owned: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            "runner": "the role needs a classifier: remove it",
+            "convert": "the role needs a classifier: remove it",
+            "pooler_config": "set `value` of the role",
+            "enable_sleep_mode": "set `enable_sleep_mode` of the role",
+            "seed": "a classifier draws nothing: remove it",
+            "worker_extension_cls": "the role's workers get their kernels by it",
+        }
+    )
+
+    policy: str | None = None
+    """Folder whose tokenizer turns response ids into text; null: the policy's."""
+    max_model_len: int | None = None
+    """Tokens of prompt and response together; a longer row has no score. Null: as many as the model has positions."""
+    form: str | None = None
+    """How both stand in what the model reads, as in `"{prompt} {response}"`. Null: by the model's chat template."""
+    name: str = "classifier"
+    """The column is `rewards/NAME`."""
+    label: int | str | None = None
+    """Which of a head's several labels is the score, by number or name. Null: the head has one number."""
+    value: Literal["logit", "probability"] = "logit"
+    """The head's number as it is, or between 0 and 1: its sigmoid, or the softmax over several labels."""
+
+    def engine_values(self) -> dict[str, Any]:
+        """An engine that pools."""
+        return {"runner": "pooling", "enable_prefix_caching": False}
+
+    def problems(self) -> list[str]:
+        """What is wrong with these settings, one sentence each, with the key and what to type."""
+        found = [*super().problems(), *form_problems(self.node, self.form), *name_problems(self.node, self.name)]
+        if self.model is None:
+            found.append(f"{self.node}.model is not set: give the Hugging Face folder or name of the reward model")
+        return found

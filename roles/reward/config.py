@@ -59,8 +59,13 @@ class RewardModelConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 yield f"{node}.{name}={value} must be at least 1"
-        if self.form is not None and not (self.form.count(PROMPT) == self.form.count(RESPONSE) == 1):
-            yield f"{node}.form={self.form!r} must have {PROMPT} and {RESPONSE} once each"
+        yield from form_problems(node, self.form)
+
+
+def form_problems(node: str, form: str | None) -> Iterator[str]:
+    """What is wrong with how prompt and response are to stand together."""
+    if form is not None and not (form.count(PROMPT) == form.count(RESPONSE) == 1):
+        yield f"{node}.form={form!r} must have {PROMPT} and {RESPONSE} once each"
 
 
 def labels_problem(role: str, label: int | str | None, names: dict[int, str], key: str) -> str | None:

@@ -51,7 +51,7 @@ class RewardModel:
         self._model.to(self._home)
         self._is_away = False
         self._tokens = config.max_tokens_per_micro_batch
-        self.reader = Reader(config, context.role)
+        self.reader = Reader(config.folder, config.form, context.role)
         self.config: Any = self._model.config
         limits = [config.max_length, self.reader.limit(self.config)]
         self._limit = min((limit for limit in limits if limit is not None), default=None)
@@ -133,11 +133,11 @@ class Encoded:
 class Reader:
     """From prompt and response to tokens, by the reward model's own tokenizer."""
 
-    def __init__(self, config: RewardModelConfig, role: str) -> None:
+    def __init__(self, folder: str, form: str | None, role: str) -> None:
         from transformers import AutoTokenizer
 
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(config.folder)
-        self._form = config.form
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        self._form = form
         self._role = role
         self.has_template = bool(self.tokenizer.chat_template)
 
@@ -151,7 +151,12 @@ class Reader:
         if self._form is None and not self.has_template:
             found = self.tokenizer(as_text(prompt), response)
             return Encoded(found["input_ids"], found.get("token_type_ids"))
-        return Encoded(self._ids(self.text(prompt, response))["input_ids"])
+        return Encoded(self.ids(prompt, response))
+
+    def ids(self, prompt: Any, response: str) -> list[int]:
+        """By the form that is configured, or the chat template."""
+        found: list[int] = self._ids(self.text(prompt, response))["input_ids"]
+        return found
 
     def text(self, prompt: Any, response: str) -> str:
         """What the model reads; raises ConfigError where nothing says how prompt and response stand together."""

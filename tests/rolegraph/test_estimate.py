@@ -126,6 +126,40 @@ def test_teachers_of_any_name_work_together_and_step_aside(model: list[str]) -> 
     assert part(need, "train", "teacher_math", "weights") is not None
 
 
+def test_reward_models_have_a_phase_each_and_step_aside(model: list[str]) -> None:
+    folder = model[-1].partition("=")[2]
+    scorers = ["prm=model", f"prm.model={folder}", "prm.token=x", "+orm@orm_rm=classifier", f"orm_rm.model={folder}"]
+    overrides = [*model, *scorers, "placement=colocate", "train.gpus=8"]
+    _, placed, found = estimated(overrides, "1x8xH100-80G")
+    (need,) = found.needs
+    assert [phase.name for phase in need.phases] == ["generate", "score_prm", "score_orm_rm", "train", "sync"]
+    for role in ("prm", "orm_rm"):
+        assert {use.role for use in phase(need, f"score_{role}").uses} == {role}
+        assert part(need, f"score_{role}", role, "weights") == 2 * PARAMETERS
+        assert part(need, f"score_{role}", role, "activations")
+    assert placed.roles["prm"][0].share == placed.roles["rollout"][0].share == 1.0
+    _, placed, found = estimated(overrides, "1x8xH100-80G", offload_reward_model=False)
+    (need,) = found.needs
+    for name in ("generate", "score_orm_rm", "train"):
+        assert part(need, name, "prm", "weights") == 2 * PARAMETERS, name
+        assert part(need, name, "prm", "activations") is None
+    assert placed.roles["prm"][0].share == 1 / 3, "two stay, and one of those that step aside"
+    cut = ["train.tensor_model_parallel_size=8", "rollout.tensor_parallel_size=8"]
+    (need,) = estimated([*overrides, *cut], "1x8xV100-32G", offload_reward_model=False)[2].needs
+    assert "train does not fit" in need.warnings[-2]
+    assert "prm weights, 15.3 GiB: set placement.offload_reward_model=true" in need.warnings[-2]
+
+
+def test_reward_models_on_devices_of_their_own(model: list[str]) -> None:
+    folder = model[-1].partition("=")[2]
+    scorers = ["prm=model", f"prm.model={folder}", "prm.token=x", "prm.gpus=2"]
+    layout = ["placement=separate", "train.gpus=4", "rollout.gpus=2", *scorers]
+    *_, prm = estimated([*model, *layout], "1x8xH100-80G")[2].needs
+    assert (prm.roles, [phase.name for phase in prm.phases]) == (("prm",), ["score_prm"])
+    *_, prm = estimated([*model, *layout], "1x8xT4-16G")[2].needs
+    assert "prm weights, 15.3 GiB: choose a smaller model (prm.model), or devices with more memory" in prm.warnings[0]
+
+
 def test_a_teacher_in_an_engine_moves_as_one(model: list[str]) -> None:
     layout = ["teacher=vllm", "algorithm=gkd", "algorithm.gkd_logits_topk=4", "placement=colocate", "train.gpus=8"]
     (need,) = estimated([*model, *layout], "1x8xH200-141G", offload_teacher_model=True)[2].needs

@@ -10,7 +10,8 @@ import pytest
 
 from rolegraph.algorithms.sampling_config import SamplingConfig
 from rolegraph.errors import ConfigError, DataError
-from tests.rolegraph.samplers import STUBS, StubORM, dataset, lines, number, run_sampling
+from rolegraph.json_rows import EXACT
+from tests.rolegraph.samplers import STUBS, StubORM, StubSampler, dataset, lines, number, run_sampling
 
 EIGHT = SamplingConfig(num_return_sequences=8, num_sampling_batch_size=3, n_best_to_keep=2, prm_threshold=0.1)
 
@@ -57,7 +58,9 @@ async def test_the_summary_accounts_for_every_row_and_candidate(tmp_path: Path) 
     settings = {"sampler": {"fails": ["q3"], "empty": ["q4"]}}
     folder = await run_sampling(tmp_path / "run", EIGHT, settings=settings)
     found = json.loads((folder / "summary.json").read_text())
-    assert found["source"] == {"rows": 11, "left_out": {"no prompt": 1}}
+    source = found["source"]
+    assert (source["rows"], source["left_out"]) == (11, {"no prompt": 1})
+    assert set(source) == {"rows", "left_out", "left_out_at", "changed", "notes"}
     assert (found["rows"], found["candidates"]) == (10, 80)
     assert found["kept"] == len(lines(folder / "kept.jsonl"))
     assert found["passed"] + sum(found["candidates_failed"].values()) == 80
@@ -78,6 +81,16 @@ async def test_the_summary_accounts_for_every_row_and_candidate(tmp_path: Path) 
 async def test_results_are_kept_as_parquet_with_their_nested_columns(tmp_path: Path) -> None:
     folder = await run_sampling(tmp_path / "run", EIGHT)
     assert pq.read_table(folder / "kept.parquet").to_pylist() == lines(folder / "kept.jsonl")
+
+
+async def test_columns_come_out_as_the_dataset_had_them(tmp_path: Path) -> None:
+    exact = ['{"answer": 7, "nested": {"level": [1, "x"]}}', None]
+    data = dataset(2, {EXACT: exact})
+    folder = await run_sampling(tmp_path / "run", data=data, roles={"sampler": StubSampler})
+    rows = {row["uid"]: row for row in lines(folder / "kept.jsonl")}
+    assert (rows["q0"]["answer"], rows["q0"]["nested"]) == (7, {"level": [1, "x"]})
+    assert (rows["q1"]["answer"], rows["q1"]["nested"]) == ("1", {"tags": ["a"], "level": 1})
+    assert EXACT not in rows["q0"]
 
 
 async def test_pairs_are_the_best_against_the_worst(tmp_path: Path) -> None:
@@ -114,19 +127,6 @@ async def test_columns_of_the_dataset_never_pass_for_those_of_the_run(tmp_path: 
         assert row["dataset_response"] == "from the book"
         assert row["dataset_score"] in (7, 8)
         assert isinstance(row["scores"], dict)
-
-
-async def test_values_that_columns_change_are_written_as_they_were(tmp_path: Path) -> None:
-    exact = ['{"meta": {"only": [1, {"deep": null}]}, "mixed": 3}', None, '{"meta": {"other": 2}}']
-    meta = [{"only": [1], "other": None}, None, {"only": None, "other": 2}]
-    data = dataset(3, {"exact_columns": exact, "meta": meta, "mixed": ["3", "x", "y"]})
-    folder = await run_sampling(tmp_path / "run", data=data, roles={"sampler": STUBS["sampler"]})
-    found = {row["uid"]: row for row in lines(folder / "kept.jsonl")}
-    assert found["q0"]["meta"] == {"only": [1, {"deep": None}]}
-    assert (found["q0"]["mixed"], found["q1"]["mixed"]) == (3, "x")
-    assert found["q1"]["meta"] is None
-    assert found["q2"]["meta"] == {"other": 2}
-    assert "exact_columns" not in found["q0"]
 
 
 async def test_without_reward_roles_all_that_is_answered_is_kept(tmp_path: Path) -> None:

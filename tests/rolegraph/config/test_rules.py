@@ -5,12 +5,16 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from rolegraph.config import load
-from rolegraph.config.rules import LATER, settle
+from rolegraph.config.rules import LATER, chats_are_not_tokenised, settle
+from rolegraph.config.schema import RunConfig, Spec
 from rolegraph.config.targets import fields_in_source
+from rolegraph.data import DataConfig
 from rolegraph.errors import ConfigError
 from rolegraph.placement import plan, requests
 from rolegraph.placement.clusters import cluster
@@ -40,6 +44,21 @@ def test_resume_needs_an_algorithm_that_can_and_a_folder(user: Folder) -> None:
         user, lasting, "resume=true"
     )
     assert load(["algorithm=mine", lasting, "resume=true", "output_dir=here"], config_dir=str(user)).run.resume
+
+
+def test_prompts_for_a_service_are_read_as_text_and_not_tokenised() -> None:
+    def needs(**sampler: object) -> Any:
+        spec = Spec("algorithm", SimpleNamespace(data_needs="response"))
+        return SimpleNamespace(roles={"sampler": Spec("sampler", SimpleNamespace(**sampler))}, algorithm=spec)
+
+    assert RunConfig.data_needs.fget(needs(takes_text=True)) == "chat"  # type: ignore[attr-defined]
+    assert RunConfig.data_needs.fget(needs()) == "response"  # type: ignore[attr-defined]
+    settings = {"chat_template": "{{ x }}", "chat_template_kwargs": {"x": 1}, "max_teacher_prompt_length": 4}
+    for key, value in {**settings, "truncation_strategy": "left"}.items():
+        run: Any = SimpleNamespace(data_needs="chat", data=DataConfig(source="jsonl", **{key: value}))
+        assert [text.split(" ")[0] for text in chats_are_not_tokenised(run)] == [f"data.{key}"]
+        run.data_needs = "prompt"
+        assert not list(chats_are_not_tokenised(run))
 
 
 def test_room_for_prompt_and_response(user: Folder) -> None:

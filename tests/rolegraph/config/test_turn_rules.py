@@ -6,6 +6,7 @@ import pytest
 
 from rolegraph.config import load
 from rolegraph.config.rules import settle
+from rolegraph.config.turn_rules import needs_sleep_mode
 from rolegraph.errors import ConfigError
 from rolegraph.placement import plan, requests
 from rolegraph.placement.clusters import cluster
@@ -38,6 +39,11 @@ APART = ["placement=separate", "algorithm=mine"]
         # The verifier takes no device.
         (["placement.colocate_groups=[[train,orm]]", "placement.offload_model=true"], "offload_model=true has no eff"),
         (["placement.colocate_groups=[[rollout,orm]]", "placement.sleep_level=2"], "sleep_level=2 has no effect"),
+        # Reward functions neither.
+        (
+            ["placement.colocate_groups=[[train,orm]]", "placement.offload_reward_model=true"],
+            "placement.offload_reward_model=true has no effect: no reward model shares its devices with another role",
+        ),
         (["placement=colocate", "placement.sleep_level=3"], "placement.sleep_level=3 must be 0"),
         (["placement=colocate", "placement.sleep_level=-1"], "placement.sleep_level=-1 must be 0"),
         (
@@ -74,6 +80,18 @@ def test_a_teacher_of_any_name_may_step_aside() -> None:
     assert load([*overrides, "placement=separate", *layout]).run.placement.offload_teacher_model
     with pytest.raises(ConfigError, match=r"teacher_math\.pipeline_model_parallel_size=2: a model that transformers"):
         load([*overrides, "placement=separate", *layout, "teacher_math.pipeline_model_parallel_size=2"])
+
+
+def test_a_reward_model_of_any_name_may_step_aside() -> None:
+    scorers = ["+orm@orm_rm=classifier", "orm_rm.model=/somewhere", "prm=model", "prm.model=/somewhere", "prm.token=x"]
+    overrides = ["algorithm=grpo", *scorers, "placement=separate", "placement.offload_reward_model=true"]
+    for role in ("orm_rm", "prm"):
+        run = load([*overrides, f"placement.colocate_groups=[[rollout,{role}]]"]).run
+        assert run.placement.offload_reward_model
+        assert needs_sleep_mode(run, role)
+        assert not needs_sleep_mode(run, "rollout"), "that is for sleep_level to say"
+    with pytest.raises(ConfigError, match=r"placement\.offload_reward_model=true has no effect"):
+        load(overrides)
 
 
 def test_a_deep_sleep_needs_a_sync_that_brings_the_weights_back(user: Folder) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from rolegraph import json_rows
 from rolegraph.data import DataConfig, Dataset, load, loading, privileged
 from rolegraph.data import tokenizer as tokenizers
 from rolegraph.errors import BatchError, DataError
@@ -169,7 +170,11 @@ def test_uids_come_from_the_content_or_a_column(jsonl: Write, tiny_folder: str) 
 
 def test_duplicates(jsonl: Write, tiny_folder: str) -> None:
     path = jsonl(*[{"prompt": "a", "key": key} for key in ("x", "x#2", "x", "x")])
-    assert _column(_load(path, tiny_folder, id_column="key"), "uid") == ["x", "x#2", "x#3", "x#4"]
+    kept = _load(path, tiny_folder, id_column="key")
+    assert _column(kept, "uid") == ["x", "x#2", "x#3", "x#4"]
+    assert "  2 changed: a uid that an earlier row has, made another one by #2, #3, ..." in "\n".join(
+        kept.report.lines()
+    )
     dropped = _load(path, tiny_folder, id_column="key", on_duplicate="drop")
     assert _column(dropped, "uid") == ["x", "x#2"]
     assert f"uid x was at {path}:1" in "\n".join(dropped.report.lines())
@@ -231,6 +236,105 @@ def test_mixed_schemas_get_one_type_a_column(jsonl: Write, tiny_folder: str) -> 
     assert _column(data, "empty") == [None, None]
     assert str(data.rows["empty"].type) == "string"  # a type that every reader can use
     assert "note: column 'mixed' holds int, str: carried as text" in "\n".join(data.report.lines())
+
+
+def test_a_missing_answer_among_texts_is_null_and_stays_nan_among_numbers(jsonl: Write, tiny_folder: str) -> None:
+    rows = [b'{"prompt": "a", "answer": "four", "level": NaN}', b'{"prompt": "b", "answer": NaN, "level": 1.5}']
+    data = _load(jsonl(*rows), tiny_folder)
+    assert _column(data, "answer") == ["four", None]
+    assert str(_column(data, "level")) == "[nan, 1.5]"
+
+
+def test_columns_that_arrow_cannot_hold_are_json_and_every_row_comes_back_as_it_was(
+    jsonl: Write, tiny_folder: str, tmp_path: Path
+) -> None:
+    deep: Any = 1
+    for _ in range(60):
+        deep = [deep]
+    rows: list[dict[str, Any]] = [
+        {"prompt": "a", "nested": {"b": [1, [2]], "a": 1}, "keys": {"x": 1}, "mixed": 1, "none": {}, "deep": deep},
+        {"prompt": "b", "nested": {"a": 1.5}, "keys": {"y": [[], ["z"]]}, "mixed": "one", "none": {}, "deep": [deep]},
+        {"prompt": "c", "nested": None, "keys": {"x": 2, "y": []}, "mixed": 1.5, "ragged": [[1.0], [], [2.0, 3.0]]},
+        {"prompt": "d"},
+    ]
+    plain = _load(jsonl(*rows), tiny_folder)
+    assert "exact_columns" not in plain.rows
+    assert [str(plain.rows[name].type) for name in ("nested", "mixed", "none", "deep")] == ["string"] * 4
+    path = tmp_path / "rows.parquet"
+    plain.rows.write_parquet(str(path))  # a struct without a field cannot be written
+    exact = load(DataConfig(source="jsonl", path=jsonl(*rows)), tiny_folder, keep_exact=True)
+    again = [
+        {**{name: exact.rows[name].to_pylist()[index] for name in row}, **json_rows.decode((kept or "{}").encode())}
+        for index, (row, kept) in enumerate(zip(rows, _column(exact, "exact_columns"), strict=True))
+    ]
+    assert again == rows
+    assert _column(exact, "exact_columns")[3] is None
+    assert _column(exact, "ragged")[2] == rows[2]["ragged"]
+    assert (
+        "exact_columns" not in load(DataConfig(source="jsonl", path=jsonl(rows[3])), tiny_folder, keep_exact=True).rows
+    )
+
+
+def test_messages_stay_messages_whatever_else_they_hold(jsonl: Write, tiny_folder: str) -> None:
+    rows = [{"messages": [{"role": "user", "content": "hi", "weight": weight}]} for weight in (1, "one", [1])]
+    data = load(DataConfig(source="jsonl", path=jsonl(*rows)), tiny_folder, keep_exact=True)
+    assert [chat[0]["content"] for chat in _column(data, "messages")] == ["hi"] * 3
+    assert [chat[0]["weight"] for chat in _column(data, "messages")] == ["1", '"one"', "[1]"]
+    assert [json_rows.decode(kept.encode()) for kept in _column(data, "exact_columns")] == rows
+
+
+def test_rows_that_go_to_a_service_are_not_tokenised_and_have_no_limit(jsonl: Write) -> None:
+    rows = [{"prompt": "x" * 10_000, "response": "y"}, {"prompt": " "}, {"messages": [{"role": "robot"}]}]
+    data = _load(jsonl(*rows), "no such folder", "chat", system_prompt="Be brief.")
+    assert data.rows.column_names == ["uid", "prompt", "response", "messages"]
+    assert [turn["role"] for turn in _column(data, "messages")[0]] == ["system", "user"]
+    assert data.report.dropped == {"empty prompt": 1, "a message without content": 1}
+    raw = _load(jsonl({"prompt": "Once"}), "no such folder", "chat", prompt_as="text")
+    assert raw.rows.column_names == ["uid", "prompt"]
+
+
+def test_rows_that_a_sampling_run_wrote_are_named_by_it(jsonl: Write, tiny_folder: str) -> None:
+    rows: list[dict[str, Any]] = [{"prompt": "a", "response": "b", "uid": "u", "repeat": repeat} for repeat in (2, 0)]
+    data = _load(jsonl(*rows, {"prompt": "c", "response": "d"}, {"prompt": "e", "uid": ["u"]}), tiny_folder)
+    assert _column(data, "uid")[:2] == ["u/2", "u/0"]
+    assert len(_column(data, "uid")[2]) == 16
+    assert data.report.dropped == {"the id in column 'uid' is neither text nor a number": 1}
+    assert "repeat" not in data.rows
+
+
+def test_every_kind_of_bad_row_is_counted_with_its_line(jsonl: Write, tiny_folder: str) -> None:
+    deep = b'{"prompt": "deep", "x": ' + b"[" * 400 + b"]" * 400 + b"}"
+    rows = [
+        b'\xef\xbb\xbf{"prompt": "1"}', b'\xef\xbb\xbf{"prompt": "2"}',
+        b'{"prompt": "bro', b"[]", b'{"prompt": "\xff"}',
+        {"conversations": [{"from": "human", "value": "6"}, {"from": "gpt", "value": "six"}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "7"}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+        {"prompt": 9, "answer": 9}, {"prompt": "10", "answer": "ten"}, {"prompt": "11", "answer": None},
+        b'{"prompt": "12\\ud83d"}', {"prompt": "x" * 5000}, {"prompt": ""}, {"prompt": None}, deep, {"prompt": "2"},
+    ]  # fmt: skip
+    path = jsonl(*rows)
+    data = _load(path, tiny_folder)
+    report = data.report
+    assert len(data) + sum(report.dropped.values()) == report.rows == len(rows)
+    lines = {
+        reason: [int(place.split(" ")[0].rpartition(":")[2]) for place in p] for reason, p in report.places.items()
+    }
+    assert lines == {
+        "broken JSON": [3], "not a JSON object": [4], "not UTF-8": [5], "message content other than text": [8],
+        "longer than max_length=1024": [13], "empty prompt": [14], "no messages and no prompt": [15],
+        "nested too deep": [16],
+    }  # fmt: skip
+    assert report.repaired == {
+        "a number as `prompt`, read as its text": 1,
+        "broken surrogates in the text, replaced by U+FFFD": 1,
+        "a uid that an earlier row has, made another one by #2, #3, ... at its end": 1,
+    }
+    assert [chat[-1]["content"] for chat in _column(data, "messages")] == [
+        "1", "2", "6", "7", "9", "10", "11", "12\ufffd", "2",
+    ]  # fmt: skip
+    limited = _load(path, tiny_folder, limit=2)
+    assert "changed" not in "\n".join(limited.report.lines())  # nothing was
 
 
 def test_the_chat_template_takes_variables(jsonl: Write, tiny_folder: str) -> None:

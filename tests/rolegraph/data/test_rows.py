@@ -32,6 +32,11 @@ USER = {"role": "user", "content": "2 + 2 ="}
             ]
         },
         {"messages": [{**USER, "tool_calls": None}]},
+        {"messages": [{**USER, "from": None, "value": None}]},
+        {"messages": [{"role": None, "content": float("nan"), "from": "human", "value": "2 + 2 ="}]},
+        {"messages": [{"role": " User", "content": "2 + 2 ="}]},
+        {"messages": '[{"role": "user", "content": "2 + 2 ="}]'},
+        {"messages": float("nan"), "prompt": "2 + 2 ="},
     ],
 )
 def test_every_shape_is_the_same_chat(row: dict[str, Any]) -> None:
@@ -55,6 +60,39 @@ def test_a_response_column_goes_before_the_last_assistant_message() -> None:
     assert _read({"prompt": [USER], "response": [{"role": "assistant", "content": "4"}]}, "response").response == "4"
 
 
+@pytest.mark.parametrize("role", ["assistant", "Assistant", "gpt", "model", "chatgpt"])
+def test_what_the_assistant_said_last_is_the_answer_and_no_part_of_the_prompt(role: str) -> None:
+    def said(*texts: Any, **columns: Any) -> Sample:
+        return _read({"messages": [USER, *({"role": role, "content": text} for text in texts)], **columns}, "chat")
+
+    answered = said("4")
+    assert (answered.messages, answered.response, answered.columns["messages"]) == ([USER], "4", [USER])
+    twice = said("Well.", "4")
+    assert (twice.messages, twice.response) == ([USER], "Well.\n4")
+    assert twice.changes == ["several assistant messages at the end, taken for one response"]
+    for missing in (None, "", float("nan")):
+        unanswered = said(missing)
+        assert (unanswered.messages, unanswered.response) == ([USER], None)
+    assert said("5", response="4").response == "4"
+    assert said(None, response="4").response == "4"
+
+
+def test_numbers_among_texts_are_read_as_texts() -> None:
+    sample = _read({"prompt": 17, "response": 2.5}, "response")
+    assert (sample.messages, sample.response) == ([{"role": "user", "content": "17"}], "2.5")
+    assert sample.changes == ["a number as `prompt`, read as its text", "a number as `response`, read as its text"]
+    assert _read({"messages": [{"role": "user", "content": 17}]}).messages == [{"role": "user", "content": "17"}]
+    assert _read({"prompt": "17"}).changes == []
+
+
+def test_what_is_nested_too_deep_is_refused() -> None:
+    deep: Any = []
+    for _ in range(500):
+        deep = [deep]
+    with pytest.raises(BadRowError, match="nested too deep"):
+        repair({"prompt": "hi", "deep": deep})
+
+
 def test_the_system_prompt_is_put_before_rows_without_one() -> None:
     assert (_read({"prompt": "hi"}, system_prompt="be brief").messages or [])[0] == {
         "role": "system",
@@ -75,19 +113,30 @@ def test_a_prompt_can_be_raw_text() -> None:
     [
         ({}, "prompt", "no messages and no prompt"),
         ({"prompt": ""}, "prompt", "empty prompt"),
-        ({"prompt": 3}, "prompt", "`prompt` is no list"),
+        ({"prompt": True}, "prompt", "`prompt` is no list"),
+        ({"prompt": float("nan")}, "prompt", "no messages and no prompt"),
+        ({"prompt": " \n"}, "prompt", "empty prompt"),
+        ({"messages": "[{broken"}, "prompt", "no list of messages"),
         ({"messages": []}, "prompt", "empty prompt"),
         ({"messages": "hi"}, "prompt", "no list of messages"),
         ({"messages": ["hi"]}, "prompt", "no object"),
         ({"messages": [{"content": "hi"}]}, "prompt", "without a role"),
         ({"messages": [{"role": "user", "content": None}]}, "prompt", "without content"),
-        ({"messages": [{"role": "user", "content": 3}]}, "prompt", "neither text"),
+        ({"messages": [{"role": "user", "content": True}]}, "prompt", "neither text"),
+        ({"messages": [{"role": "assistant", "content": None}, USER]}, "prompt", "without content"),
+        ({"messages": [{"role": "user", "content": [" "]}]}, "prompt", "empty prompt"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "image": "x"}]}]}, "prompt", "type image"),
         ({"messages": [{"role": "user", "content": ""}]}, "prompt", "empty prompt"),
         ({"messages": [{"role": "system", "content": "be brief"}]}, "prompt", "empty prompt"),
         ({"messages": [{"role": "assistant", "content": "4"}]}, "prompt", "only an assistant"),
+        ({"messages": [{"role": "assistant", "content": ""}]}, "prompt", "only an assistant"),
         ({"prompt": "hi"}, "response", "no response"),
-        ({"prompt": "hi", "response": 4}, "response", "no text"),
+        ({"prompt": "hi", "response": True}, "response", "no text"),
+        ({"prompt": "hi", "response": float("nan")}, "response", "no response"),
+        ({"prompt": "hi", "response": ""}, "response", "empty response"),
+        ({"messages": [USER, {"role": "assistant", "content": None}]}, "response", "no response"),
+        ({"messages": [USER, {"role": "assistant", "content": ""}]}, "response", "no response"),
+        ({"prompt": "hi", "response": ["a", "b"]}, "response", "more or less than one"),
         ({"prompt": "hi"}, "text", "no text"),
         ({"text": ""}, "text", "empty text"),
     ],

@@ -82,6 +82,19 @@ def test_parquet(tmp_path: Path) -> None:
         _rows(source="parquet", path=str(path))
 
 
+def test_a_parquet_row_that_python_cannot_hold_is_bad_and_the_others_are_read(tmp_path: Path) -> None:
+    bytes_ = pa.array([b"a", b"\xff", b"c"])
+    prompts = pa.Array.from_buffers(pa.string(), 3, bytes_.buffers())  # unchecked, as careless writers do it
+    pq.write_table(pa.table({"prompt": prompts}), tmp_path / "rows.parquet")
+    found = _rows(source="parquet", path=str(tmp_path / "rows.parquet"))
+    assert [where.rpartition(":")[2] for where, _ in found] == ["1", "2", "3"]
+    assert [row.reason if isinstance(row, BadRowError) else row["prompt"] for _, row in found] == [
+        "a",
+        "not UTF-8",
+        "c",
+    ]
+
+
 def test_huggingface_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
