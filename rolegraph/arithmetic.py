@@ -1,4 +1,4 @@
-"""How a step's samples divide over prompts, replicas, ranks and micro-batches: numbers, and sentences about them."""
+"""How samples divide over prompts, replicas, ranks and micro-batches: numbers, and sentences about them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rolegraph.algorithms.selection import data_part
 from rolegraph.config.schema import RunConfig
 from rolegraph.placement import Plan
 
@@ -75,8 +76,65 @@ def batches(run: RunConfig, placed: Plan) -> Batches | None:
     return Batches(**found)  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True)
+class Candidates:
+    """The numbers of a sampling run; null where only the data tells."""
+
+    candidates_per_row: int | None
+    """Null where an earlier run drew them."""
+    rows_per_batch: int
+    rows: int | None
+    """Rows of this run; the most there can be where some may be left out."""
+    candidates: int | None = None
+    batches: int | None = None
+    candidates_per_replica: float | None = None
+    """Of a batch, on average."""
+
+
+def candidates(run: RunConfig, placed: Plan) -> Candidates | None:
+    """The arithmetic of a sampling run; null for other algorithms."""
+    options = run.algorithm.config
+    size = getattr(options, "num_sampling_batch_size", None)
+    if size is None:
+        return None
+    each = options.num_return_sequences if options.candidates is None else None
+    known = [run.data.size if run.data.source == "reasoning_gym" else None, run.data.limit]
+    rows = min((number for number in known if number is not None), default=None)
+    if rows is not None and options.data_range is not None:
+        rows = len(data_part(rows, options.data_range))
+    replicas = len(placed.roles.get("sampler", ()))
+    return Candidates(
+        candidates_per_row=each,
+        rows_per_batch=size,
+        rows=rows,
+        candidates=rows * each if rows is not None and each is not None else None,
+        batches=math.ceil(rows / size) if rows is not None else None,
+        candidates_per_replica=size * each / replicas if each is not None and replicas else None,
+    )
+
+
+def _of_candidates(run: RunConfig, found: Candidates) -> Iterator[tuple[str, str]]:
+    size, each = found.rows_per_batch, found.candidates_per_row
+    if each is None:
+        yield "a batch", f"{size} rows with the candidates they have in {run.algorithm.config.candidates}"
+    else:
+        yield "a batch", f"{size} rows x {each} candidates = {size * each} candidates"
+    if found.candidates_per_replica is not None:
+        yield "a sampler replica", f"draws about {found.candidates_per_replica:g} of them"
+    part = run.algorithm.config.data_range
+    of = "of the data" if part is None else f"of part {part[0]} of {part[1]} of the data"
+    if found.rows is None:
+        yield "in all", f"every row {of}, once"
+        return
+    several = f"{found.batches} batch{'' if found.batches == 1 else 'es'}"
+    what = f"{found.rows} rows" + (f", {found.candidates} candidates" if found.candidates is not None else "")
+    yield "in all", f"{what}, in {several}" + (f" ({of})" if part is not None else "")
+
+
 def sentences(run: RunConfig, placed: Plan) -> Iterator[tuple[str, str]]:
     """The same for people: names and sentences."""
+    if (sampled := candidates(run, placed)) is not None:
+        yield from _of_candidates(run, sampled)
     found = batches(run, placed)
     if found is None:
         return

@@ -8,7 +8,8 @@ roles       by name: target (import path), count (ranks or replicas), mesh (size
   slots     in rank order: rank, node, device ("cpu", "cuda"), device_ids (of the node), share (of each device's
             memory), cores, threads, mesh (coordinates dp, pp, tp, cp)
 bundles     a list for each group, in the order of `groups`: what is reserved of Ray, in this order (GPU, CPU, node)
-arithmetic  how a step divides, see `rolegraph.arithmetic.Batches`; null for an algorithm without a global batch
+arithmetic  how a step divides, see `rolegraph.arithmetic.Batches` (`Candidates` of a sampling run); null for an
+            algorithm that has neither
 memory      devices: a list of roles, where, nodes, capacity and usable (bytes, null: unknown), phases (by name: by
             role: by part: bytes), notes, warnings; unknown: why a role has no estimate, by role
 """
@@ -20,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rolegraph.arithmetic import batches
+from rolegraph.arithmetic import batches, candidates
 from rolegraph.config import RunConfig
 from rolegraph.errors import ConfigError
 from rolegraph.needs import DeviceNeed, Estimate
@@ -41,7 +42,7 @@ def write_plan(path: str, run: RunConfig, plan: Plan, found: Estimate, inventory
 
 def as_plain(run: RunConfig, plan: Plan, found: Estimate, inventory: Inventory) -> dict[str, Any]:
     """The plan as plain values, as described above."""
-    arithmetic = batches(run, plan)
+    arithmetic = batches(run, plan) or candidates(run, plan)
     return {
         "version": VERSION,
         "device": plan.device,

@@ -42,10 +42,15 @@ def check_tokenizers(config: RunConfig, policy: str) -> None:
 
     for role, spec in config.started.items():
         path = getattr(spec.config, "model", None)
-        reads_ids = is_teacher(role) or role == "sampler"
-        if reads_ids and path not in (None, policy) and (found := first_difference(policy, path)):
+        is_sampler = role == "sampler"
+        if (
+            (is_teacher(role) or is_sampler)
+            and path not in (None, policy)
+            and (found := first_difference(policy, path))
+        ):
             raise ConfigError(
                 f"{role}.model={path} has another tokenizer than the policy, whose token ids it is given: {found}"
+                + (f". Name it as the run's own model: model.path={path}, {role}.model=null" if is_sampler else "")
             )
 
 

@@ -118,6 +118,8 @@ class SamplingConfig(SamplingOptions, ScoreOptions):
                 "it"
             )
         yield from self._something_to_rank_by(run, scorers)
+        if self.overwrite and run.resume:
+            yield ("algorithm.overwrite=true removes what resume=true would go on with: set one of them to false")
         if run.max_steps is not None:
             yield (
                 f"max_steps={run.max_steps} has no effect: {run.algorithm.name} goes over its rows once. Remove it (or "

@@ -129,6 +129,19 @@ async def test_columns_of_the_dataset_never_pass_for_those_of_the_run(tmp_path: 
         assert isinstance(row["scores"], dict)
 
 
+async def test_values_that_columns_change_are_written_as_they_were(tmp_path: Path) -> None:
+    exact = ['{"meta": {"only": [1, {"deep": null}]}, "mixed": 3}', None, '{"meta": {"other": 2}}']
+    meta = [{"only": [1], "other": None}, None, {"only": None, "other": 2}]
+    data = dataset(3, {"exact_columns": exact, "meta": meta, "mixed": ["3", "x", "y"]})
+    folder = await run_sampling(tmp_path / "run", data=data, roles={"sampler": STUBS["sampler"]})
+    found = {row["uid"]: row for row in lines(folder / "kept.jsonl")}
+    assert found["q0"]["meta"] == {"only": [1, {"deep": None}]}
+    assert (found["q0"]["mixed"], found["q1"]["mixed"]) == (3, "x")
+    assert found["q1"]["meta"] is None
+    assert found["q2"]["meta"] == {"other": 2}
+    assert "exact_columns" not in found["q0"]
+
+
 async def test_without_reward_roles_all_that_is_answered_is_kept(tmp_path: Path) -> None:
     folder = await run_sampling(
         tmp_path / "run", roles={"sampler": STUBS["sampler"]}, settings={"sampler": {"fails": ["q3"]}}

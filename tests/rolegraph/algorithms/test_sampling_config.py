@@ -1,0 +1,136 @@
+"""What a config of a sampling graph may say, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rolegraph.arithmetic import candidates, sentences
+from rolegraph.config import load
+from rolegraph.config.schema import RunConfig
+from rolegraph.errors import ConfigError
+from rolegraph.placement import plan, requests, this_machine
+
+ORM = ("orm=functions", "reward=reasoning_gym")
+PRM = ("prm=functions", "prm.reward_funcs=[arithmetic_steps]")
+
+
+def run_of(*overrides: str) -> RunConfig:
+    return load(["algorithm=sampling", "model=tiny", "data=arithmetic", *overrides]).run
+
+
+def faults(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        run_of(*overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["algorithm.n_best_to_keep=9", *ORM], "n_best_to_keep=9 is more than the 8 candidates of a row: lower it"),
+        (["algorithm.data_range=[3,2]"], "data_range=[3, 2] names part 3 of 2, and they are numbered from 0"),
+        (["algorithm.data_range=[0,0]"], "data_range=[0, 0]: there are no 0 parts"),
+        (["algorithm.data_range=[-1,2]"], "the first number is 0 to 1"),
+        (["algorithm.data_range=[1]"], "algorithm.data_range"),
+        (["algorithm.prm_threshold=0.5", *ORM], "prm_threshold needs a process reward: choose one with prm=NAME"),
+        (["algorithm.prm_reward=mean", *ORM], "prm_reward needs a process reward"),
+        (["algorithm.easy_query_threshold=0.5", *PRM], "easy_query_threshold counts outcome rewards above 0"),
+        (["algorithm.easy_query_threshold=0", *ORM], "algorithm.easy_query_threshold"),
+        (["algorithm.easy_query_threshold=1.5", *ORM], "algorithm.easy_query_threshold"),
+        (["algorithm.output=pairs"], "output=pairs needs scores by which a candidate passes or fails: choose one with"),
+        (["algorithm.output=pairs", *PRM], "passes or fails: set algorithm.prm_threshold"),
+        (["algorithm.output=pairs", "algorithm.n_best_to_keep=2", *ORM], "no effect with algorithm.output=pairs"),
+        (["algorithm.output=pairs", "algorithm.num_return_sequences=1", *ORM], "needs two candidates a row"),
+        (["algorithm.n_best_to_keep=2"], "n_best_to_keep=2 ranks by scores, and no role gives any"),
+        (
+            ["algorithm.n_best_to_keep=2", "algorithm.score_weights={orm: 0}", *ORM],
+            "ranks by scores, and every weight in algorithm.score_weights is 0",
+        ),
+        (["algorithm.score_weights={prm: 2}", *ORM], "score_weights names `prm`, and the reward roles of this run are"),
+        (["max_steps=10"], "max_steps=10 has no effect: Sampling goes over its rows once"),
+        (["sampler=null"], "Sampling needs a sampler, or candidates of an earlier run"),
+        (["algorithm.candidates=conf"], "has responses already, and sampler draws others: set sampler=null"),
+        (["algorithm.candidates=conf", "sampler=null"], "candidates are there to be scored: choose a role"),
+        (["algorithm.candidates=nowhere", "sampler=null", *ORM], "candidates=nowhere: there is no such file or folder"),
+        (
+            ["algorithm.candidates=conf", "sampler=null", "algorithm.temperature=0.5", *ORM],
+            "algorithm.temperature has no effect with algorithm.candidates: nothing is drawn",
+        ),
+        (
+            ["algorithm.candidates=conf", "sampler=null", "algorithm.num_return_sequences=2", *ORM],
+            "algorithm.num_return_sequences has no effect with algorithm.candidates",
+        ),
+        (["algorithm.temperature=0"], "temperature=0 draws 8 times the same response"),
+        (
+            ["algorithm.temperature=0", "algorithm.num_return_sequences=1", "algorithm.top_p=0.5"],
+            "algorithm.top_p has no effect with algorithm.temperature=0",
+        ),
+        (["algorithm.temperature=-1"], "algorithm.temperature"),
+        (["algorithm.num_sampling_batch_size=0"], "algorithm.num_sampling_batch_size"),
+        (["algorithm.overwrite=true", "resume=true", "output_dir=x"], "algorithm.overwrite=true removes what"),
+        (["train=megatron"], "Sampling uses no role `train`"),
+    ],
+    ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
+)
+def test_what_would_be_ignored_or_cannot_be_is_refused(overrides: list[str], said: str) -> None:
+    assert said in faults(*overrides)
+
+
+def test_defaults_are_a_run() -> None:
+    run = run_of()
+    assert run.max_steps is None
+    assert run.algorithm.config.rules(run.roles).weights == {}
+    assert run_of("algorithm.temperature=0", "algorithm.num_return_sequences=1").algorithm.config.temperature == 0
+
+
+def test_rules_follow_from_roles_and_weights() -> None:
+    run = run_of(*ORM, *PRM, "+orm@orm_second=functions", "algorithm.score_weights={prm: 0.5}")
+    rules = run.algorithm.config.rules(run.roles)
+    assert rules.weights == {"prm": 0.5, "orm": 1.0, "orm_second": 1.0}
+    assert rules.outcome_roles == ("orm", "orm_second")
+
+
+def test_distillation_keeps_one_response_a_row() -> None:
+    run = load(["algorithm=distill", "model=tiny", "data=arithmetic"]).run
+    assert run.algorithm.config.num_return_sequences == 1
+    assert set(run.roles) == {"sampler"}
+    assert not run.algorithm.config.rules(run.roles).can_fail
+
+
+def test_a_service_reads_text() -> None:
+    openai = ("sampler=openai", "sampler.service.base_url=http://localhost:1/v1", "sampler.service.model=some")
+    assert run_of(*openai).data_needs == "chat"
+    assert run_of().data_needs == "prompt"
+
+
+def test_engines_have_room_for_a_prompt_and_a_candidate() -> None:
+    run = run_of("data.max_length=100", "algorithm.max_completion_length=28")
+    assert run.roles["sampler"].config.max_model_len == 128
+
+
+def words(*overrides: str) -> dict[str, str]:
+    run = run_of(*overrides)
+    return dict(sentences(run, plan(this_machine(), requests(run.roles), run.placement)))
+
+
+def test_the_plan_tells_rows_candidates_and_batches(tmp_path: Path) -> None:
+    assert words("data.size=100", "algorithm.num_sampling_batch_size=16", "sampler.replicas=2") == {
+        "a batch": "16 rows x 8 candidates = 128 candidates",
+        "a sampler replica": "draws about 64 of them",
+        "in all": "100 rows, 800 candidates, in 7 batches",
+    }
+    found = words("data.size=100", "data.limit=50", "algorithm.data_range=[0,3]")
+    assert found["in all"] == "17 rows, 136 candidates, in 1 batch (of part 0 of 3 of the data)"
+    (tmp_path / "rows.jsonl").touch()
+    assert words("data=jsonl", f"data.path={tmp_path}/rows.jsonl")["in all"] == "every row of the data, once"
+    (tmp_path / "samples.jsonl").touch()
+    found = words(f"algorithm.candidates={tmp_path}", "sampler=null", "data.size=10", *ORM)
+    assert found["a batch"] == f"64 rows with the candidates they have in {tmp_path}"
+    assert found["in all"] == "10 rows, in 1 batch"
+
+
+def test_other_algorithms_have_no_candidates() -> None:
+    run = load(["algorithm=sft", "model=tiny"]).run
+    assert candidates(run, plan(this_machine(), requests(run.roles), run.placement)) is None
