@@ -46,6 +46,10 @@ class RewardError(RoleGraphError):
     """A reward function or the verifier pool cannot be used."""
 
 
+class ServiceError(RoleGraphError):
+    """A service that a role asks has gone away."""
+
+
 class RoleError(RoleGraphError):
     """An endpoint failed inside an actor, or the actor died.
 

@@ -10,6 +10,7 @@ the request, so that what happens to a row does not depend on when it asks.
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -131,6 +132,8 @@ class StubOpenAI:
     script: Script
     models: Action | None = None
     """What `/models` answers; null: a list."""
+    port: int = 0
+    """0: any that is free."""
     requests: list[Request] = field(default_factory=list)
     """All chat requests, in the order of arrival."""
     most_at_once: int = 0
@@ -172,7 +175,7 @@ class StubOpenAI:
                 self._at_once -= 1
 
     def __enter__(self) -> Self:
-        self._server = Server(("127.0.0.1", 0), type("Bound", (Handler,), {"stub": self}))
+        self._server = Server(("127.0.0.1", self.port), type("Bound", (Handler,), {"stub": self}))
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         self._thread.start()
         return self
@@ -188,6 +191,11 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
     request_queue_size = 256
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that gives up is no news."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -219,7 +227,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         """A chat request."""
-        body = self.rfile.read(int(self.headers["Content-Length"]))
+        length = int(self.headers["Content-Length"])
+        body = self.rfile.read(length)
+        if len(body) < length:  # the client has given up
+            self.close_connection = True
+            return
         if self.path != "/v1/chat/completions":
             status(404, message=f"no {self.path} here")(self)
             return

@@ -28,7 +28,8 @@ class ServiceConfig:
     """Seconds for a request with all its attempts and the waits between them."""
     max_retries: int = 5
     """Further attempts after a fault that may pass: 5xx, 429, a broken connection, no answer in time, an answer that
-    is no chat completion. A 429 that says how long to wait (Retry-After) uses up none of them."""
+    is no chat completion. Two use up none: a 429 that says how long to wait (Retry-After), and a connection that
+    nobody takes; the deadline ends both, and the run with the second."""
     extra_body: dict[str, Any] = field(default_factory=dict)
     """Further fields of each request, in place of those the role sets; null leaves a field out, as in
     `{max_tokens: null, max_completion_tokens: 4096}`."""

@@ -12,10 +12,11 @@ import random
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rolegraph.errors import ConfigError
+from rolegraph.errors import ConfigError, ServiceError
 from rolegraph.services.config import ServiceConfig
 from rolegraph.services.reply import BadAnswerError, NoTextError, Reply, read_reply, shorten
 
@@ -28,6 +29,26 @@ FIRST_WAIT_S = 0.5
 LONGEST_WAIT_S = 30.0
 """Waits between attempts double from the first to the longest; each is cut by up to a half at random, so that requests
 that failed together do not come back together."""
+
+
+@dataclass
+class _Seen:
+    """What the attempts of a request have met."""
+
+    fault: str = "it was not answered"
+    """Of the newest attempt."""
+    failed: int = 0
+    """Attempts that used up a retry."""
+    away: int = 0
+    """Attempts that nobody took."""
+    is_away: bool = False
+    """Whether the newest was one."""
+
+    def note(self, fault: str, *, counts: bool = True, is_away: bool = False) -> None:
+        """One more attempt has failed."""
+        self.fault, self.is_away = fault, is_away
+        self.failed += counts
+        self.away += is_away
 
 
 class Service:
@@ -74,8 +95,9 @@ class Service:
     ) -> Reply:
         """Ask for one answer; what is null is left out, further fields go along, the config's `extra_body` over all.
 
-        A fault of this request alone is `Reply.fault`. Raises ConfigError for what no other request would survive: a
-        key that is refused (401), an address or model that is not there (404).
+        A fault of this request alone is `Reply.fault`. Raises for what no other request would survive: ConfigError for
+        a key that is refused (401) and an address or model that is not there (404), ServiceError where nobody takes
+        connections until the deadline.
         """
         body: dict[str, Any] = {"model": self.config.model, "messages": list(messages)}
         body |= {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
@@ -148,52 +170,60 @@ class Service:
     async def _ask(self, attempt: Callable[[], Awaitable[Reply]], *, is_check: bool = False) -> Reply:
         """One request with all its attempts, within the limit on requests in flight and the deadline."""
         async with self._slots:
-            last = ["it was not answered"]
+            seen = _Seen()
             try:
                 async with asyncio.timeout(self.config.deadline_s):
-                    return await self._attempts(attempt, last, is_check=is_check)
+                    return await self._attempts(attempt, seen, is_check=is_check)
             except TimeoutError:
-                return Reply.of_fault(f"no answer within deadline_s={self.config.deadline_s:g}; at last {last[0]}")
+                words = f"no answer within deadline_s={self.config.deadline_s:g}; at last {seen.fault}"
+                if seen.is_away:
+                    raise ServiceError(f"{self.config.base_url}: {words}: is the service still running?") from None
+                return Reply.of_fault(words)
 
-    async def _attempts(self, attempt: Callable[[], Awaitable[Reply]], last: list[str], *, is_check: bool) -> Reply:
-        """`last[0]` becomes the fault of the newest attempt, for whoever stops this."""
-        import openai
-
-        failed = 0
+    async def _attempts(self, attempt: Callable[[], Awaitable[Reply]], seen: _Seen, *, is_check: bool) -> Reply:
+        """Try until there is an answer, a fault that stays, or no retry left; `seen` is for whoever ends this."""
         while True:
             await self._wait_until_welcome()
-            wait_s: float | None = None
-            try:
-                # The client's own limit is for each read, and a server may drip.
-                async with asyncio.timeout(self.config.timeout_s):
-                    return await attempt()
-            except openai.APIStatusError as error:
-                if not _may_pass(error.status_code):
-                    return self._settled(error, is_check=is_check)
-                last[0] = f"HTTP {error.status_code}: {_words(error)}"
-                wait_s = retry_after(error.response.headers)
-                if wait_s is not None:
-                    self._quiet_until = max(self._quiet_until, time.monotonic() + wait_s)
-                failed += wait_s is None or error.status_code != 429
-            except (TimeoutError, openai.APITimeoutError):
-                last[0] = f"no answer within timeout_s={self.config.timeout_s:g}"
-                failed += 1
-            except openai.APIConnectionError as error:
-                cause = error.__cause__ or error
-                last[0] = f"the connection failed: {shorten(f'{type(cause).__name__} {cause}')}"
-                failed += 1
-            except BadAnswerError as error:
-                last[0] = str(error)
-                failed += 1
-            except NoTextError as error:
-                return Reply.of_fault(str(error))
-            except (UnicodeError, TypeError, ValueError) as error:
-                # Lone surrogates and the like: the request was never sent.
-                return Reply.of_fault(f"the request cannot be written as JSON: {error}")
-            if failed > self.config.max_retries:
-                return Reply.of_fault(f"{last[0]} (after {failed} attempts)")
-            if wait_s is None:
-                await asyncio.sleep(self._back_off(failed))
+            reply = await self._once(attempt, seen, is_check=is_check)
+            if reply is not None:
+                return reply
+            if seen.failed > self.config.max_retries:
+                return Reply.of_fault(f"{seen.fault} (after {seen.failed} attempts)")
+            if self._quiet_until <= time.monotonic():
+                await asyncio.sleep(self._back_off(seen.failed + seen.away))
+
+    async def _once(self, attempt: Callable[[], Awaitable[Reply]], seen: _Seen, *, is_check: bool) -> Reply | None:
+        """One attempt; null for a fault that may pass, which `seen` tells."""
+        import openai
+
+        try:
+            # The client's own limit is for each read, and a server may drip.
+            async with asyncio.timeout(self.config.timeout_s):
+                return await attempt()
+        except openai.APIStatusError as error:
+            if not _may_pass(error.status_code):
+                return self._settled(error, is_check=is_check)
+            wait_s = retry_after(error.response.headers)
+            if wait_s is not None:
+                self._quiet_until = max(self._quiet_until, time.monotonic() + wait_s)
+            is_told = wait_s is not None and error.status_code == 429
+            seen.note(f"HTTP {error.status_code}: {_words(error)}", counts=not is_told)
+        except (TimeoutError, openai.APITimeoutError):
+            seen.note(f"no answer within timeout_s={self.config.timeout_s:g}")
+        except openai.APIConnectionError as error:
+            cause = error.__cause__ or error
+            # By this name the client says that nobody takes the call: no fault of the request.
+            is_away = type(cause).__name__ == "ConnectError" and not is_check
+            words = shorten(f"{type(cause).__name__} {cause}")
+            seen.note(f"the connection failed: {words}", counts=not is_away, is_away=is_away)
+        except BadAnswerError as error:
+            seen.note(str(error))
+        except NoTextError as error:
+            return Reply.of_fault(str(error))
+        except (UnicodeError, TypeError, ValueError) as error:
+            # Lone surrogates and the like: the request was never sent.
+            return Reply.of_fault(f"the request cannot be written as JSON: {error}")
+        return None
 
     async def _wait_until_welcome(self) -> None:
         """Wait where the service asked for it, and a little more, so that not all come back at once."""
@@ -208,14 +238,14 @@ class Service:
         config, status = self.config, error.status_code
         if status == 401 or (status == 403 and is_check):
             # The service's own words may hold a part of the key.
-            raise ConfigError(f"{config.base_url} refuses the key (HTTP {status}): {self._key_advice()}")
+            raise ConfigError(f"{config.base_url} refuses the key (HTTP {status}): {self._key_advice()}") from None
         if is_check:
             return Reply("", "stop", None)  # it is there; what it thinks of the list of models is no matter
         if status == 404:
             raise ConfigError(
                 f"{config.base_url}/chat/completions with model={config.model!r} is not there (HTTP 404: "
                 f"{_words(error)}): correct the service's base_url or model"
-            )
+            ) from None
         return Reply.of_fault(f"HTTP {status}: {_words(error)}")
 
     def _key_advice(self) -> str:

@@ -50,7 +50,8 @@ class OpenAISampler(SamplerRole):
     def sample(self, batch: Batch, sampling: SamplingParams) -> Batch:
         """See `SamplerRole.sample`; safe to call from many threads at once.
 
-        Raises ConfigError for a key that is refused, an address or a model that is not there.
+        Raises ConfigError for a key that is refused, an address or a model that is not there, ServiceError for a
+        service that goes away.
         """
         wanted = Candidates.of(batch, sampling)
         chats = [self.messages(batch, row) for row in range(len(batch))]
