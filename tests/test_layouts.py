@@ -1,4 +1,4 @@
-"""The ready layouts of `examples/layouts`: planned for GPUs, and run on a CPU with the tiny model."""
+"""The ready layouts of GRPO in `examples/layouts`: planned for GPUs, and run on a CPU with the tiny model."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from rolegraph.explain import print_plan
 from rolegraph.placement import Inventory, Node, plan, requests
 from rolegraph.telemetry.timeline import spans
 from tests.runs import Finished, run
+from tests.test_reward_layouts import NAMES as WITH_REWARD_MODELS
 
 LAYOUTS = Path(__file__).parents[1] / "examples" / "layouts"
-NAMES = sorted(path.stem for path in LAYOUTS.glob("experiment/*.yaml"))
+NAMES = ("grpo_async", "grpo_colocate", "grpo_separate")
 EIGHT_GPUS = Inventory((Node("node0", tuple(range(8)), 64.0),))
 ON_A_CPU = ("train.ranks=1", "rollout.replicas=1", "model=tiny", "data.size=200", "placement.device=cpu")
 
@@ -32,7 +33,8 @@ SLOW_TO_GENERATE = (
 
 
 def test_each_has_a_test() -> None:
-    assert NAMES == ["grpo_async", "grpo_colocate", "grpo_separate"]
+    named = {path.stem for path in LAYOUTS.glob("experiment/*.yaml")}
+    assert named == {*NAMES, *WITH_REWARD_MODELS}
 
 
 @pytest.mark.parametrize("name", NAMES)
