@@ -272,13 +272,18 @@ def plain(value: Any) -> Any:
 def _say_where(run_dir: Path) -> None:
     folder = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
     kinds = {
+        "kept.jsonl": "the responses that were kept, for algorithm=sft",
+        "pairs.jsonl": "the pairs, for preference training",
+        "candidates.jsonl": "every candidate with every score",
         "report.html": "the curves, in a browser",
         "metrics.jsonl": "the numbers, a line a step",
         "timeline.json": "who did what when, for ui.perfetto.dev",
         "samples": "what the policy wrote, as Parquet",
         "logs": "what each role logged",
     }
-    lines = [f"  {folder}/{name:<15} {what}" for name, what in kinds.items() if (run_dir / name).exists()]
+    there = {name: what for name, what in kinds.items() if (run_dir / name).exists()}
+    width = max(15, *map(len, there)) if there else 0
+    lines = [f"  {folder}/{name:<{width}} {what}" for name, what in there.items()]
     _say("Where to look:\n" + "\n".join(lines))
 
 

@@ -40,7 +40,7 @@ PLANNED: dict[str, dict[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def test_each_has_a_test() -> None:
-    assert sorted(path.stem for path in RECIPES.glob("*.yaml")) == sorted([*PLANNED, "quickstart"])
+    assert sorted(path.stem for path in RECIPES.glob("*.yaml")) == sorted([*PLANNED, "quickstart", "sampling_smollm2"])
 
 
 @pytest.mark.parametrize("name", PLANNED)

@@ -194,8 +194,7 @@ def takes_turns(config: RunConfig) -> bool:
 async def rows_of(batch: Batch, names: Sequence[str]) -> list[Row]:
     """These columns of a batch as rows; a column that is not there is null."""
     local = await batch.fetch([name for name in names if name in batch])
-    absent = dict.fromkeys(name for name in names if name not in batch)
-    return [row | absent for row in local.table.to_pylist()]
+    return [{name: row.get(name) for name in names} for row in local.table.to_pylist()]
 
 
 def key_of(row: Row) -> tuple[str, int]:
