@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from rolegraph.rewards.config import RewardConfig
 from roles.reward.config import RewardModelConfig, form_problems
+from roles.reward.judge_config import JudgeConfig
 from roles.rollout.config import VLLMEngineConfig
 
 
@@ -112,3 +113,33 @@ class VLLMClassifierORMConfig(VLLMEngineConfig):
         if self.model is None:
             found.append(f"{self.node}.model is not set: give the Hugging Face folder or name of the reward model")
         return found
+
+
+ORM_PROMPT = """\
+A question and a response to it follow. Say whether the response answers the question correctly.
+
+<question>
+{{ question }}
+</question>
+
+<response>
+{{ response }}
+</response>
+
+Think it through first. End with a line of the form `Score: X`, where X is a number from 0 (wrong) to 1 (right)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeORMConfig(JudgeConfig):
+    """A judge that gives a response one score."""
+
+    node: ClassVar[str] = "orm"
+
+    name: str = "judge"
+    """The column is `rewards/NAME`."""
+    prompt: str = ORM_PROMPT
+    """What the judge is asked: a Jinja template of `question`, `response`, `steps` (a list) and any column."""
+
+    def problems(self) -> list[str]:
+        """What is wrong with these settings, one sentence each, with the key and what to type."""
+        return [*super().problems(), *name_problems(self.node, self.name)]

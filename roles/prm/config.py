@@ -9,6 +9,7 @@ from typing import ClassVar, Protocol
 from rolegraph.rewards.config import RewardConfig
 from rolegraph.rewards.steps import SEPARATOR
 from roles.reward.config import RewardModelConfig
+from roles.reward.judge_config import JudgeConfig
 
 STEP, TOKEN = "{step}", "{token}"
 
@@ -106,3 +107,34 @@ class ModelPRMConfig(RewardModelConfig):
             yield f"{self.node}.good_token and {self.node}.bad_token go together: set both, or neither"
         if self.good_token is not None and self.label is not None:
             yield f"{self.node}.label is a token classifier's, and {self.node}.good_token a language model's: set one"
+
+
+PRM_PROMPT = """\
+A question and a response to it follow, step by step. Say of each step whether it is correct.
+
+<question>
+{{ question }}
+</question>
+{% for step in steps %}
+<step_{{ loop.index }}>
+{{ step }}
+</step_{{ loop.index }}>
+{% endfor %}
+Think it through first. End with a JSON list of {{ steps | length }} numbers, one for each step in order, each from \
+0 (wrong) to 1 (right)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgePRMConfig(JudgeConfig):
+    """A judge that gives each step of a response a score."""
+
+    node: ClassVar[str] = "prm"
+
+    step_separator: str = SEPARATOR
+    """What stands between two steps of a response."""
+    prompt: str = PRM_PROMPT
+    """What the judge is asked: a Jinja template of `question`, `response`, `steps` (a list) and any column."""
+
+    def problems(self) -> list[str]:
+        """What is wrong with these settings, one sentence each, with the key and what to type."""
+        return [*super().problems(), *separator_problems(self.node, self.step_separator)]
