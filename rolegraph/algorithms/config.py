@@ -105,7 +105,7 @@ class GRPOConfig(PolicyOptions, SamplingOptions, OverlapOptions, ScoreOptions):
     """What the scores of a response's steps amount to. min, mean, last: one number, a part of the sample's reward;
     null: min. per_step: each step's score is a reward of its own, normalised over all steps of the group; a token's
     advantage is that of its row plus the rewards of the steps that end at it or later (arXiv:2402.03300, section
-    4.1.3), times score_weights.prm."""
+    4.1.3), times score_weights.prm. Samples that are left out of a step (overlong_filter) have no part in that."""
 
     loss: LossSpec | None = None
     """The loss, a class or a function by `_target_`; null: `rolegraph.losses.policy.PolicyLoss` with the options above.

@@ -31,8 +31,8 @@ and room for a step's widest layer and for the logits of all samples, w B (4 h +
 tokens a step and N samples. The cache takes what the engine's share of the device leaves; where that is not known, the
 estimate is N sequences of full length.
 
-A teacher's rank holds w P, as a trainer's (one that transformers runs: all parameters / p), and the activations of a
-forward pass.
+The rank of a teacher or a reward model holds w P, as a trainer's (one that transformers runs: all parameters / p), and
+the activations of a forward pass.
 
 Left out: CUDA's contexts (about half a GiB a process), buffers of collectives, the gaps of allocators. `USABLE` of a
 device is kept for the roles, the rest for those.
@@ -200,7 +200,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class Copy:
-    """A model that only computes forward, as a teacher does, on one of the ranks or devices that share it."""
+    """A model that only computes forward, as teachers and reward models do, on one of the ranks that share it."""
 
     model: Architecture
     width: int

@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 
+from rolegraph.algorithms.grpo import GRPO
 from rolegraph.config import load
 from rolegraph.config.schema import RunConfig, Spec
 from rolegraph.errors import ConfigError
 from rolegraph.models import tiny
-from rolegraph.placement import PlacementConfig, RoleRequest, plan
+from rolegraph.placement import PlacementConfig, RoleRequest, plan, requests
 from rolegraph.placement.clusters import cluster
+from rolegraph.run import _load, _turns
+from rolegraph.turns import PHASES
 from rolegraph.wiring import backend_of, with_models
 from roles.sampler.config import VLLMSamplerConfig
 
@@ -40,8 +43,8 @@ SHARED = PlacementConfig(colocate_groups=(("train", "rollout"),))
 def test_weights_go_the_way_that_their_devices_allow(
     nodes: str, placement: PlacementConfig, train: dict[str, int], rollout: dict[str, int], expected: str
 ) -> None:
-    requests = [RoleRequest("train", **train), RoleRequest("rollout", is_spmd=False, **rollout)]
-    assert backend_of(plan(cluster(nodes), requests, placement)) == expected
+    asked = [RoleRequest("train", **train), RoleRequest("rollout", is_spmd=False, **rollout)]
+    assert backend_of(plan(cluster(nodes), asked, placement)) == expected
 
 
 @pytest.fixture(scope="module")
@@ -108,3 +111,30 @@ def test_a_teacher_with_the_same_tokenizer_and_a_wider_table_passes(policy: str)
 def test_roles_without_a_model_of_their_own_have_the_policys(policy: str) -> None:
     run = with_models(distilled(), policy)
     assert {run.roles[role].config.model for role in ("train", "rollout", "teacher")} == {policy}
+
+
+async def test_rows_without_their_teacher_are_refused_as_soon_as_they_are_read(policy: str, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "1 + 1"}) + "\n")
+    words = ["algorithm=gkd", "teacher=huggingface", "+teacher@teacher_math=huggingface", "placement=separate"]
+    config = load([*words, "algorithm.gkd_logits_topk=4", "data=jsonl", f"data.path={rows}"]).run
+    config = replace(config, use_ray=False)
+    with pytest.raises(ConfigError, match="2 teachers take part"):
+        await _load(config, policy)
+    rows.write_text(json.dumps({"prompt": "1 + 1", "teacher_key": "math"}) + "\n")
+    assert len(await _load(config, policy)) == 1
+
+
+def test_roles_without_a_device_keep_nobody_from_one() -> None:
+    config = load(["algorithm=grpo", "placement=colocate", "prm=functions"]).run
+    placed = plan(cluster("1x1xH100"), requests(config.roles), config.placement)
+    assert {"orm", "prm"} < set(placed.group_of("train"))
+    turns = _turns(config, placed, GRPO).turns
+    generate = turns.ask("generate", PHASES["generate"])
+    turns.begin(generate)
+    assert [move.role for move in turns.moves(generate)] == ["train"]
+    for name in ("score", "score_prm"):
+        ticket = turns.ask(name, PHASES[name])
+        assert turns.may_begin(ticket), "functions score beside it"
+        assert turns.moves(ticket) == []
+    assert not turns.may_begin(turns.ask("train", PHASES["train"]))

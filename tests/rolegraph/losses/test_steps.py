@@ -71,6 +71,13 @@ def test_both_rewards_add_up_and_the_steps_have_a_weight() -> None:
     assert advantages(rows, step_weight=2.0) == [1.0, 1.0, 0.0, 0.0, -1.0, -1.0, -1.0]
 
 
+def test_a_step_may_end_at_a_token_of_somebody_else() -> None:
+    tokens = tokens_of([ONE, TWO])
+    masked = replace(tokens, mask=torch.tensor([1, 0, 0, 1, 1, 1, 0], dtype=torch.float64))
+    loss = PolicyLoss(step_scale="none")
+    assert loss.prepare(masked, Reduce())[STEPS].tolist() == loss.prepare(tokens, Reduce())[STEPS].tolist()
+
+
 def test_scales() -> None:
     group = statistics.stdev([1.0, 0.0, 0.5]) + 1e-4
     whole = statistics.stdev([1.0, 0.0, 0.5, 0.5, 0.5]) + 1e-4
@@ -85,6 +92,11 @@ def test_steps_without_a_score_or_without_tokens_are_left_out() -> None:
     assert advantages(empty) == [-0.5, -0.5, 0.0], "an empty step counts in the group's mean"
     assert advantages([replace(ONE, scores=[nan, nan])]) == [0.0] * 4
     assert advantages([replace(ONE, scores=[], ends=[])]) == [0.0] * 4
+
+
+def test_rounding_residue_is_no_spread() -> None:
+    equal = [replace(ONE, scores=[0.1 + 0.2, 0.3]), replace(TWO, scores=[0.3])]
+    assert advantages(equal, step_scale="group") == [0.0] * 7
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])

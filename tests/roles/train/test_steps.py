@@ -31,9 +31,10 @@ def test_steps_point_at_their_last_tokens() -> None:
 
 
 def test_a_step_without_tokens_points_at_none() -> None:
-    steps = steps_of(Batch.from_columns({**COLUMNS, "step_ends": [[0, 3], [], [1]]}))
+    scores = {"step_scores": [[0.5, 0.25, 1.0], [1.0, 0.0], None], "step_ends": [[2, 2, 3], [0, 2], []]}
+    steps = steps_of(Batch.from_columns({**COLUMNS, **scores}))
     assert steps is not None
-    assert steps.last.tolist() == [-1, 2, 5]
+    assert steps.last.tolist() == [1, -1, 2, -1, 4]
 
 
 def test_rows_that_nobody_scored() -> None:
