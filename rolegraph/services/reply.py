@@ -6,8 +6,12 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from rolegraph.data.rows import repair
+
 SHOWN = 200
 """Characters of a service's own words that a message repeats."""
+MOST_TOKENS = 2**31 - 1
+"""What the column of lengths holds; a service that says more is not believed."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +42,13 @@ class NoTextError(Exception):
 
 
 def read_reply(body: str) -> Reply:
-    """Raises BadAnswerError for what is no chat completion, NoTextError for one that says nothing."""
+    """Raises BadAnswerError for what is no chat completion, NoTextError for one that says nothing.
+
+    Lone surrogates, which JSON can escape and UTF-8 cannot write, become U+FFFD.
+    """
     try:
         answer = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadAnswerError(f"the answer is no JSON ({error}): {shorten(body)}") from error
     if not isinstance(answer, dict) or not isinstance(answer.get("choices"), list) or not answer["choices"]:
         raise BadAnswerError(f"the answer has no choices: {shorten(body)}")
@@ -49,8 +56,8 @@ def read_reply(body: str) -> Reply:
     message = choice.get("message") if isinstance(choice, dict) else None
     if not isinstance(message, dict):
         raise BadAnswerError(f"the answer has no message: {shorten(body)}")
-    finish_reason = choice.get("finish_reason")
-    finish_reason = finish_reason if isinstance(finish_reason, str) else "unknown"
+    finish_reason = _text(choice.get("finish_reason"))
+    finish_reason = "unknown" if finish_reason is None else finish_reason
     reasoning = _text(message.get("reasoning_content")) or _text(message.get("reasoning"))
     content = _text(message.get("content"))
     if content is None and reasoning is None:
@@ -73,7 +80,7 @@ def folded(reasoning: str | None, answer: str) -> str:
 
 def shorten(text: str) -> str:
     """The beginning of a text on one line."""
-    line = " ".join(text.split())
+    line = _repaired(" ".join(text.split()))
     return line if len(line) <= SHOWN else f"{line[:SHOWN]}..."
 
 
@@ -82,10 +89,14 @@ def _text(value: Any) -> str | None:
     if isinstance(value, list):
         parts = [part.get("text") for part in value if isinstance(part, dict) and part.get("type") == "text"]
         texts = [part for part in parts if isinstance(part, str)]
-        return "".join(texts) if texts else None
-    return value if isinstance(value, str) else None
+        return _repaired("".join(texts)) if texts else None
+    return _repaired(value) if isinstance(value, str) else None
+
+
+def _repaired(text: str) -> str:
+    return str(repair(text)[0])
 
 
 def _tokens(usage: Any) -> int | None:
     tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
-    return tokens if isinstance(tokens, int) and not isinstance(tokens, bool) and tokens >= 0 else None
+    return tokens if isinstance(tokens, int) and not isinstance(tokens, bool) and 0 <= tokens <= MOST_TOKENS else None

@@ -69,6 +69,21 @@ def test_parts_of_a_text_are_joined_and_a_reply_without_usage_has_no_tokens() ->
         assert ask(server) == Reply("42", "stop", None)
 
 
+def test_what_utf8_cannot_write_is_replaced_wherever_a_service_says_it() -> None:
+    lone = "a\ud83d"
+    odd = say(lone, reasoning=lone, finish_reason=lone, tokens=10**20)
+    parts: Any = [{"type": "text", "text": "\ud83d"}, {"type": "text", "text": "\ude00 \udc00"}]
+    script = [odd, say(parts), say(None, finish_reason=lone), say(None, refusal=lone), status(400, message=lone)]
+    with StubOpenAI([*script, raw('{"choices": "\\ud83d"}')]) as server:
+        first, *others = (ask(server, max_retries=0) for _ in range(6))
+    assert first == Reply("<think>\na\ufffd\n</think>\n\na\ufffd", "a\ufffd", None)
+    assert others[0].text == "\U0001f600 \ufffd"
+    for reply in others:
+        assert f"{reply.text} {reply.finish_reason} {reply.fault}".encode()
+    for reply in others[1:4]:
+        assert "a\ufffd" in (reply.fault or "")
+
+
 PASSING: dict[str, tuple[Action, str]] = {
     "429": (status(429), "HTTP 429: as scripted"),
     "500": (status(500), "HTTP 500: as scripted"),
@@ -77,6 +92,7 @@ PASSING: dict[str, tuple[Action, str]] = {
     "dripping": (drip(5), "no answer within timeout_s=0.8"),
     "cut": (cut(), "the connection failed"),
     "hung up": (hang_up, "the connection failed"),
+    "too deep": (raw("[" * 100_000), "the answer is no JSON (maximum recursion depth"),
     "no JSON": (raw('{"choices": [{"mess'), "the answer is no JSON"),
     "no choices": (raw('{"error": {"message": "overloaded"}}'), "no choices: {\"error\": {\"message\": "),
     "no list": (raw("[]"), "the answer has no choices"),
