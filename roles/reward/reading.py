@@ -29,12 +29,10 @@ def decoder(model: str, *, skip_special_tokens: bool) -> Decode:
 
 
 def texts_of(batch: Batch, decode: Decode) -> list[str | None]:
-    """The responses: `response_text`, or what `response_ids` decode to where that is missing; null where neither is."""
+    """The responses: the column `response_text`, where a null was never drawn, else what `response_ids` decode to."""
     if "response_text" not in batch:
         return decoded(batch, decode)
     texts: list[str | None] = batch["response_text"].to_pylist()
-    if None in texts and "response_ids" in batch:
-        return [other if text is None else text for text, other in zip(texts, decoded(batch, decode), strict=True)]
     return texts
 
 

@@ -155,6 +155,8 @@ def test_rows_of_text_alone_and_candidates_that_were_never_drawn(model: Path, pl
         assert found["reward_reasons"] == [None, "exact_match: no_response; fragile: no_response", None]
         assert found["reward_faults"] == [0, 2, 0]
         assert found["response_text"] == ["7", None, "8"]
+        found = scored(role, batch.with_columns({"response_ids": [[1], [], [2]]}))
+        assert found["reward"] == [2.0, None, 1.0], "tokens that are none are no empty response"
     whole = make_config(model, plugin, ["exact_match"])
     config = FunctionORMConfig(model=whole.model, reward=whole.reward, skip_special_tokens=False)
     with Running(config) as role, pytest.raises(RewardError, match=r"orm\.skip_special_tokens=false needs the column"):

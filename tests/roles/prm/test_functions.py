@@ -116,6 +116,20 @@ def test_tokens_of_steps_where_there_are_tokens(model: Path, plugin: str) -> Non
             scored(role, Batch.from_columns({"uid": ["b"], "response_ids": ids[:1], "response_text": ["abd\n\nde"]}))
 
 
+def test_a_candidate_that_was_never_drawn_has_neither_steps_nor_tokens(model: Path, plugin: str) -> None:
+    with Running(model, plugin, ["lengths"]) as role:
+        found = scored(role, rows([None, "a"], response_ids=[[], decoded_as(model, "a")]))
+    assert found["prm_fault"] == ["no response", None]
+    assert found["step_ends"] == [[], [1]]
+
+
+def decoded_as(model: Path, text: str) -> list[int]:
+    from tokenizers import Tokenizer
+
+    ids: list[int] = Tokenizer.from_file(str(model / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+    return ids
+
+
 def test_the_separator_is_a_setting(model: Path, plugin: str) -> None:
     with Running(model, plugin, ["lengths"], step_separator="\n") as role:
         assert scored(role, rows(["a\nbc\n\nd"]))["step_scores"] == [[1.0, 2.0, 1.0]]
