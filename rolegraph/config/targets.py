@@ -86,7 +86,12 @@ def module_file(name: str) -> Path | None:
 def _find(name: str, path: Sequence[str]) -> importlib.machinery.ModuleSpec | None:
     """Ask every finder, as an import would, but without importing the parent (editable installs bring finders)."""
     for finder in sys.meta_path:
-        found = finder.find_spec(name, path) if hasattr(finder, "find_spec") else None
+        try:
+            found = finder.find_spec(name, path) if hasattr(finder, "find_spec") else None
+        except KeyError:  # a folder without __init__.py, which Python looks for in its parent, and that is not imported
+            found = importlib.machinery.ModuleSpec(name, None, is_package=True)
+            tail = name.rpartition(".")[2]
+            found.submodule_search_locations = [str(Path(place, tail)) for place in path if Path(place, tail).is_dir()]
         if found is not None:
             return found
     return None

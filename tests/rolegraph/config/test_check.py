@@ -24,6 +24,13 @@ def test_a_sound_config_loads(user: Folder) -> None:
     assert run.python_path == (str(user),)
 
 
+def test_a_class_may_lie_in_folders_without_an_init(user: Folder) -> None:
+    user.write("bare/deeper/code.py", "from rolegraph_user_code import Mine as Other\n")
+    run = load(["algorithm=mine", "algorithm._target_=bare.deeper.code.Other"], config_dir=str(user)).run
+    assert run.algorithm.target == "bare.deeper.code.Other"
+    assert "bare.deeper.other" in faults(user, "algorithm._target_=bare.deeper.other.Other")
+
+
 @pytest.mark.parametrize("plus", ["", "+", "++"])
 def test_unknown_key_on_the_command_line(user: Folder, plus: str) -> None:
     message = faults(user, f"{plus}algorithm.epsilonn=0.3")
