@@ -71,6 +71,7 @@ def read(row: Row, needs: Needs, *, system_prompt: str | None, prompt_as: str) -
     response = _response(columns, messages, changes)
     if messages is not None:
         _complete(messages, system_prompt)
+        columns["messages"] = list(messages)  # who takes text reads the same chat as who takes tokens
     teacher_messages, teacher_text = _teacher_prompt(columns, system_prompt, prompt_as)
     if needs == "response" and response is None:
         raise BadRowError("no response", "neither a last assistant message nor a `response`")

@@ -289,6 +289,14 @@ def test_rows_that_go_to_a_service_are_not_tokenised_and_have_no_limit(jsonl: Wr
     assert data.rows.column_names == ["uid", "prompt", "response", "messages"]
     assert [turn["role"] for turn in _column(data, "messages")[0]] == ["system", "user"]
     assert data.report.dropped == {"empty prompt": 1, "a message without content": 1}
+    asked: list[dict[str, Any]] = [{"messages": [{"role": "user", "content": "hi", "n": n}]} for n in (1, [1])]
+    data = load(
+        DataConfig(source="jsonl", path=jsonl(*asked), system_prompt="Be brief."), "none", "chat", keep_exact=True
+    )
+    kept = [json_rows.decode(text.encode())["messages"] for text in _column(data, "exact_columns")]
+    for chat, exact, row in zip(_column(data, "messages"), kept, asked, strict=True):
+        assert exact == [{"role": "system", "content": "Be brief."}, *row["messages"]]
+        assert [turn["content"] for turn in chat] == ["Be brief.", "hi"]
     raw = _load(jsonl({"prompt": "Once"}), "no such folder", "chat", prompt_as="text")
     assert raw.rows.column_names == ["uid", "prompt"]
 

@@ -102,6 +102,24 @@ def test_the_system_prompt_is_put_before_rows_without_one() -> None:
     assert (_read({"messages": [own, USER]}, system_prompt="be brief").messages or [])[0] == own
 
 
+@pytest.mark.parametrize("needs", ["prompt", "chat", "response"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [USER]},
+        {"messages": [USER, {"role": "assistant", "content": "4"}]},
+        {"conversations": [{"from": "human", "value": "2 + 2 ="}]},
+        {"messages": '[{"role": "user", "content": "2 + 2 ="}]'},
+        {"prompt": [USER]},
+        {"prompt": "2 + 2 ="},
+    ],
+)
+def test_the_column_has_the_chat_that_the_model_sees(row: dict[str, Any], needs: str) -> None:
+    sample = _read({"response": "4", **row}, needs, system_prompt="be brief")
+    assert sample.messages == [{"role": "system", "content": "be brief"}, USER]
+    assert sample.columns["messages"] == sample.messages
+
+
 def test_a_prompt_can_be_raw_text() -> None:
     sample = _read({"prompt": "Once upon"}, prompt_as="text")
     assert sample.messages is None
