@@ -79,7 +79,8 @@ class ScoreOptions:
     """What the reward roles of a run (prm, orm, orm_NAME) count in a response's total score."""
 
     score_weights: Mapping[str, float] = field(default_factory=dict)
-    """Weight of each role's score in the sum, by the role's name; 1 for those that are not named."""
+    """Weight of each role's score in the sum, by the role's name; 1 for those that are not named. A response without a
+    score of one of them has no total, unless that role's weight is 0."""
 
     def check_weights(self, roles: Iterable[str]) -> Iterator[str]:
         """Weights of roles that are not there."""

@@ -1,10 +1,12 @@
 """Asking reward roles, however many and wherever they are, and adding up what they say: the driver's side of scoring.
 
 A role's *score* of a row is one number: `reward` of an outcome role, `prm_score` of a process role. All of them are
-columns `scores/ROLE`, and their sum, weighted by the config, is the column `reward`. The parts of `orm` keep their
-names (`rewards/NAME`); those of a further outcome role have the role's name in front (`rewards/orm_judge/NAME`,
-`reward_faults/orm_judge/NAME`, `reward_reasons/orm_judge`), so that two roles with a reward of one name never collide.
-`reward_faults` counts those of all outcome roles.
+columns `scores/ROLE`, and their sum, weighted by the config, is the column `reward`; it is null where a score that
+counts is, for the sum of the others would be compared with sums of more.
+
+The parts of `orm` keep their names (`rewards/NAME`); those of a further outcome role have the role's name in front
+(`rewards/orm_judge/NAME`, `reward_faults/orm_judge/NAME`, `reward_reasons/orm_judge`), so that two roles with a reward
+of one name never collide. `reward_faults` counts those of all outcome roles.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ class Scorers:
         """The rows with every role's columns beside theirs, `scores/ROLE`, and their weighted sum `reward`.
 
         Each role has a turn of its own: those whose devices differ work side by side, those that share one in turn
-        (with `in_turn` all of them). A score that is null is left out of the sum; where all are, it is null.
+        (with `in_turn` all of them). The sum is null where a score that counts is.
         """
         if in_turn:
             return self.together(rows, {role: await self._ask(algorithm, role, rows) for role in self.by_role})
@@ -100,16 +102,15 @@ class Scorers:
         return (rows if merged is None else merged).with_columns(columns)
 
     def total(self, scores: Mapping[str, Floats], rows: int) -> Floats:
-        """[rows] the weighted sum of the roles' scores, over those that are there; NaN where none is.
+        """[rows] the weighted sum of the roles' scores; NaN where one of a weight other than 0 is none.
 
         Zeros where no role takes part in the sum.
         """
-        parts = [weight * scores[role] for role, weight in self.weights.items()]
-        if not parts:
-            return np.zeros(rows)
-        values = np.stack(parts)
-        there = np.isfinite(values)
-        return np.where(there.any(axis=0), np.where(there, values, 0.0).sum(axis=0), np.nan)
+        total = np.zeros(rows)
+        for role, weight in self.weights.items():
+            if weight:
+                total = total + weight * np.where(np.isfinite(scores[role]), scores[role], np.nan)
+        return total
 
 
 def _new_names(role: str, batch: Batch, rows: Batch) -> dict[str, str]:

@@ -314,26 +314,53 @@ async def test_rewards_of_several_roles_are_added_up_by_weight() -> None:
     world = World(
         GRPO,
         config,
-        rewards=[[1.0, 0.0, None, None]],
-        prm=[0.25, None, 0.5, None],
-        orms={"orm_judge": [None, 4.0, 2.0, None]},
+        rewards=[[1.0, 0.0, 3.0, None]],
+        prm=[0.25, 0.5, 0.75, None],
+        orms={"orm_judge": [2.0, 4.0, 2.0, None]},
     )
     await world.run()
     (_, batch), *_ = world.telemetry.sampled
-    assert batch["reward"].to_pylist() == [1.0 + 0.5, 2.0, 1.0 + 1.0], "the row that nobody scored is left out"
+    assert batch["reward"].to_pylist() == [1.0 + 0.5 + 1.0, 1.0 + 2.0, 3.0 + 1.5 + 1.0]
     assert batch.numpy("advantage").tolist() == [-0.25, 0.25, 0.0]
-    assert batch["scores/prm"].to_pylist() == [0.25, None, 0.5]
-    assert batch["scores/orm_judge"].to_pylist() == [None, 4.0, 2.0]
-    assert batch.numpy("rewards/exact") == pytest.approx([1.0, 0.0, np.nan], nan_ok=True)
-    judged = batch.numpy("rewards/orm_judge/exact")
-    assert judged == pytest.approx([np.nan, 4.0, 2.0], nan_ok=True), "no two roles share a column"
-    assert batch["reward_faults"].to_pylist() == [1, 0, 1]
+    assert batch["scores/prm"].to_pylist() == [0.25, 0.5, 0.75]
+    assert batch["scores/orm_judge"].to_pylist() == batch["rewards/orm_judge/exact"].to_pylist() == [2.0, 4.0, 2.0]
+    assert batch["rewards/exact"].to_pylist() == [1.0, 0.0, 3.0], "no two roles share a column"
     assert world.prm is not None
     assert world.prm.reduces == ["min"]
     (metrics,) = [metrics for _, metrics in world.telemetry.steps]
-    assert metrics["scores/prm/mean"] == pytest.approx(0.375)
-    assert metrics["scores/orm/null"] == 2.0
-    assert metrics["rewards/orm_judge/exact/mean"] == pytest.approx(3.0)
+    assert metrics["scores/prm/mean"] == pytest.approx(0.5)
+    assert metrics["scores/orm/null"] == 1.0
+    assert metrics["rewards/orm_judge/exact/mean"] == pytest.approx(8 / 3)
+
+
+async def test_a_score_that_is_missing_is_no_zero_in_the_sum() -> None:
+    """The best response, which the judge could not tell, would come last of its group."""
+    world = World(GRPO, TWO_BY_TWO, rewards=[[1.0, 1.0, 1.0, None]], orms={"orm_judge": [4.0, 5.0, None, 2.0]})
+    await world.run()
+    (_, batch), *_ = world.telemetry.sampled
+    assert batch["reward"].to_pylist() == [5.0, 6.0], "rows that one of them did not score are left out"
+    (metrics,) = [metrics for _, metrics in world.telemetry.steps]
+    assert metrics["reward/null"] == 2.0
+
+
+nan, inf = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("weights", "left_out", "total"),
+    [
+        ({}, [], [3.0, nan, nan, nan]),
+        ({"prm": 0.0}, [], [1.0, 2.0, nan, nan]),
+        ({"orm": 0.0, "prm": -1.0}, [], [-2.0, nan, -3.0, nan]),
+        ({"orm": 0.0, "prm": 0.0}, [], [0.0] * 4),
+        ({"orm": 3.0}, ["prm"], [3.0, 6.0, nan, nan]),
+        ({}, ["orm", "prm"], [0.0] * 4),
+    ],
+)
+def test_the_sum_of_a_row(weights: dict[str, float], left_out: list[str], total: list[float]) -> None:
+    scorers = Scorers({"orm": Any, "prm": Any}, weights=weights, left_out=frozenset(left_out))  # type: ignore[dict-item]
+    scores = {"orm": np.array([1.0, 2.0, nan, inf]), "prm": np.array([2.0, nan, 3.0, nan])}
+    np.testing.assert_array_equal(scorers.total(scores, 4), total)
 
 
 async def test_rewards_of_steps_stay_out_of_the_sum_and_reach_the_trainer() -> None:
