@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import glob
 import gzip
+import io
 import json
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,19 +42,36 @@ def _jsonl(config: DataConfig) -> Iterator[Item]:
         opener: Callable[[Path], Any] = gzip.open if file.suffix == ".gz" else (lambda path: path.open("rb"))
         with opener(file) as lines:
             try:
-                for number, line in enumerate(lines, 1):
-                    # Only \n ends a line (U+2028 and friends are text), so lines are read as bytes.
+                for number, line in enumerate(_lines(lines), 1):
                     # Files that were put behind each other have a byte-order mark in the middle.
                     text = line.removeprefix(b"\xef\xbb\xbf")
                     if text.strip():
                         yield f"{file}:{number}", _parse(text)
-            except (OSError, EOFError) as error:
+            except (OSError, EOFError, zlib.error) as error:
                 raise DataError(f"{file} cannot be read: {error}") from error
 
 
+_WIDE = {
+    codecs.BOM_UTF32_LE: "utf-32",  # before that of UTF-16, which it begins with
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+"""Encodings by the byte-order mark that a file begins with."""
+
+
+def _lines(file: Any) -> Iterator[bytes]:
+    """Lines in UTF-8. Only \\n ends one: U+2028 and friends are text."""
+    head = file.peek(4)[:4]
+    wide = next((encoding for mark, encoding in _WIDE.items() if head.startswith(mark)), None)
+    if wide is None:
+        yield from file
+        return
+    for line in io.TextIOWrapper(file, encoding=wide, newline="\n", errors="replace"):
+        yield line.encode()
+
+
 def _parse(line: bytes) -> Row | BadRowError:
-    if line[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        return BadRowError("not UTF-8", "the file is UTF-16: convert it (iconv -f UTF-16 -t UTF-8)")
     try:
         row = json.loads(line.rstrip().decode("utf-8"))
     except UnicodeDecodeError as error:

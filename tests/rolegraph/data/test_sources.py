@@ -43,9 +43,24 @@ def test_jsonl_with_everything_that_goes_wrong(jsonl: Callable[..., str]) -> Non
     assert reasons == {"3": "broken JSON", "4": "not a JSON object", "5": "not UTF-8", "7": "broken JSON"}
 
 
-def test_utf16_and_arrays_are_named(tmp_path: Path, jsonl: Callable[..., str]) -> None:
-    (tmp_path / "wide.jsonl").write_bytes('{"prompt": "hi"}'.encode("utf-16"))
-    assert "UTF-16" in str(_rows(source="jsonl", path=str(tmp_path / "wide.jsonl"))[0][1])
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz"])
+def test_a_byte_order_mark_says_how_a_file_is_written(tmp_path: Path, encoding: str, ending: str) -> None:
+    mark = "\ufeff" if encoding == "utf-16-be" else ""
+    text = mark + '{"prompt": "é\u2028"}\r\n{"prompt": "bro\n\n{"prompt": "b"}'
+    data = text.encode(encoding)
+    path = tmp_path / f"rows{ending}"
+    path.write_bytes(gzip.compress(data) if ending.endswith("gz") else data)
+    found = _rows(source="jsonl", path=str(path))
+    assert [where.rpartition(":")[2] for where, _ in found] == ["1", "2", "4"]
+    assert [row.reason if isinstance(row, BadRowError) else row for _, row in found] == [
+        {"prompt": "é\u2028"},
+        "broken JSON",
+        {"prompt": "b"},
+    ]
+
+
+def test_an_array_of_rows_is_named(jsonl: Callable[..., str]) -> None:
     array = jsonl(b"[", b'  {"prompt": "hi"}', b"]")
     assert "one object a line" in str(_rows(source="jsonl", path=array)[0][1])
 
@@ -57,8 +72,16 @@ def test_paths_files_folders_patterns_and_gzip(tmp_path: Path) -> None:
         file.write(json.dumps({"prompt": "c"}))
     (tmp_path / "readme.md").write_text("no data")
 
+    damaged = bytearray((tmp_path / "c.jsonl.gz").read_bytes())
+    damaged[-20:-8] = b"\xff" * 12
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "d.jsonl.gz").write_bytes(damaged)
+
     def prompts(path: Any) -> list[str]:
         return [row["prompt"] for _, row in _rows(source="jsonl", path=path)]
+
+    with pytest.raises(DataError, match=r"d.jsonl.gz cannot be read"):
+        prompts(str(tmp_path / "damaged"))
 
     assert prompts(str(tmp_path)) == ["a", "b", "c"]
     assert prompts(f"{tmp_path}/*.jsonl") == ["a", "b"]
