@@ -268,6 +268,13 @@ class GRPOConfig(PolicyOptions, SamplingOptions, OverlapOptions, ScoreOptions):
                 "algorithm.prm_reward=per_step belongs to the default loss, and algorithm.loss is given: set "
                 "algorithm.loss.step_scale=group as well, or remove algorithm.loss"
             )
+        if per_step and self.loss is not None and self.score_weights.get("prm"):
+            takes = "" if self.loss.target == POLICY_LOSS else " if that takes it"
+            yield (
+                f"algorithm.score_weights.prm has no effect with prm_reward=per_step and algorithm.loss="
+                f"{self.loss.target}, which weighs steps itself: give it as algorithm.loss.step_weight{takes}, or "
+                "remove it"
+            )
         if step_scale is not None and not per_step:
             yield "algorithm.loss.step_scale rewards single steps: set algorithm.prm_reward=per_step as well"
 

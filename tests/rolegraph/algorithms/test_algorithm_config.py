@@ -271,6 +271,18 @@ PER_STEP = {"prm_reward": "per_step"}
             {**PER_STEP, "loss": LossSpec(POLICY, {"step_scale": "group", "kl_returns": "none", "beta": 0.1})},
             "algorithm.loss.step_scale and kl_returns both make advantages of tokens: set one of them to null",
         ),
+        (
+            ("orm", "prm"),
+            {**PER_STEP, "loss": LossSpec(POLICY, {"step_scale": "group"}), "score_weights": {"prm": 2.0}},
+            "algorithm.score_weights.prm has no effect with prm_reward=per_step and algorithm.loss=rolegraph.losses."
+            "policy.PolicyLoss, which weighs steps itself: give it as algorithm.loss.step_weight, or remove it",
+        ),
+        (
+            ("orm", "prm"),
+            {**PER_STEP, "loss": LossSpec("my.loss"), "score_weights": {"prm": 2.0}},
+            "algorithm.score_weights.prm has no effect with prm_reward=per_step and algorithm.loss=my.loss, which "
+            "weighs steps itself: give it as algorithm.loss.step_weight if that takes it, or remove it",
+        ),
     ],
 )
 def test_reward_roles_have_a_say(roles: tuple[str, ...], options: dict[str, Any], message: str) -> None:
@@ -284,6 +296,7 @@ def test_a_prm_alone_is_enough() -> None:
     assert faults_with(("prm",), dynamic_sample=True) == []
     assert faults_with(("orm_judge",)) == []
     assert faults_with(("prm",), **PER_STEP, loss=LossSpec("my.loss")) == [], "it reads the steps itself"
+    assert faults_with(("prm",), loss=LossSpec("my.loss"), score_weights={"prm": 2.0}) == [], "of one number a response"
 
 
 def test_steps_are_scaled_as_rows_are() -> None:
