@@ -19,6 +19,7 @@ from rolegraph.algorithms.sampling_results import SAMPLE, Part, Results, cached,
 from rolegraph.algorithms.scorers import TOTAL
 from rolegraph.algorithms.selection import data_part
 from rolegraph.batch import Batch
+from rolegraph.config.turn_rules import takes_no_device, tenants_beside
 from rolegraph.errors import DataError
 from rolegraph.interfaces import Metrics, ORMRole, PRMRole, SamplerRole
 from rolegraph.journal import Journal
@@ -186,9 +187,10 @@ class Sampling(Algorithm):
 
 
 def takes_turns(config: RunConfig) -> bool:
-    """Whether the sampler shares devices with a role that scores."""
-    groups = config.placement.sharing(config.roles)
-    return any("sampler" in group and len(group) > 1 for group in groups)
+    """Whether the sampler shares devices with a role that scores there; reward functions and services use none."""
+    if "sampler" not in config.roles or takes_no_device(config, "sampler"):
+        return False
+    return bool(tenants_beside(config, "sampler"))
 
 
 async def rows_of(batch: Batch, names: Sequence[str]) -> list[Row]:

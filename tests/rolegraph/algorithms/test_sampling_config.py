@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rolegraph.algorithms.sampling import takes_turns
 from rolegraph.arithmetic import candidates, sentences
 from rolegraph.config import load
 from rolegraph.config.schema import RunConfig
@@ -108,6 +109,31 @@ def test_a_service_reads_text() -> None:
 def test_engines_have_room_for_a_prompt_and_a_candidate() -> None:
     run = run_of("data.max_length=100", "algorithm.max_completion_length=28")
     assert run.roles["sampler"].config.max_model_len == 128
+
+
+TOGETHER, OPENAI = (
+    "placement=colocate",
+    ("sampler=openai", "sampler.service.base_url=http://localhost:1/v1", "sampler.service.model=some"),
+)
+CLASSIFIER = ("orm=classifier", "orm.model=some")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "in_turn"),
+    [
+        ([TOGETHER, *ORM], False),
+        ([TOGETHER, *ORM, *PRM], False),
+        ([TOGETHER, *CLASSIFIER], True),
+        ([TOGETHER, *CLASSIFIER, *PRM], True),
+        (["placement.colocate_groups=[[sampler,orm]]", *ORM], False),
+        (["placement.colocate_groups=[[orm,prm]]", *CLASSIFIER, *PRM], False),
+        (["placement=separate", *CLASSIFIER], False),
+        ([TOGETHER, *OPENAI, *CLASSIFIER], False),
+    ],
+    ids=lambda value: " ".join(value)[:70] if isinstance(value, list) else "",
+)
+def test_sampling_waits_for_those_alone_who_need_its_devices(overrides: list[str], in_turn: bool) -> None:
+    assert takes_turns(run_of(*overrides)) is in_turn
 
 
 def words(*overrides: str) -> dict[str, str]:
