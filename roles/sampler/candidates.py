@@ -79,11 +79,11 @@ class Candidates:
         faults: Sequence[str | None],
         decode: Callable[[Sequence[Sequence[int]]], list[str]],
     ) -> Batch:
-        """The candidates as tokens, their logprobs and why they ended; one with a fault has neither."""
+        """The candidates as tokens, their logprobs and why they ended: with a fault none, and `error`."""
         texts = decode([tokens for tokens, _, _ in drawn])
         return self.drawn(
             [None if fault else text for text, fault in zip(texts, faults, strict=True)],
-            ["error" if fault else reason for (_, _, reason), fault in zip(drawn, faults, strict=True)],
+            [reason for _, _, reason in drawn],
             faults,
             **token_columns(self.rows, [(tokens, logprobs) for tokens, logprobs, _ in drawn]),
         )
