@@ -63,7 +63,9 @@ class HuggingFaceSampler(SamplerRole):
         self._vocabulary = arguments.vocabulary_size(config.folder)
         self._limit = arguments.tokenizer_size(config.folder) or self._vocabulary
         self._eos = arguments.eos_token_ids(config.folder)
-        self._positions = positions(arguments.model_config(config.folder))
+        # Some families call them otherwise in config.json; the loaded config knows.
+        most: int | None = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        self._positions = positions(arguments.model_config(config.folder)) or most
         self._decode = decoder(config.folder, skip_special_tokens=True)
         self._free = np.random.default_rng([self.context.seed if config.seed is None else config.seed, context.rank])
 

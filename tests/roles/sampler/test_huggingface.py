@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,9 +33,6 @@ SAMPLING = SamplingParams(n=3, temperature=0.7, max_tokens=12, seed=3)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model whose vocabulary is wider than its tokenizer's, and whose folder asks for a penalty of its own."""
-    import json
-    from pathlib import Path
-
     made = make_checkpoint(
         tmp_path_factory.mktemp("model"),
         "qwen3",
@@ -164,3 +163,24 @@ def test_asleep_it_refuses(role: Any) -> None:
         role.sleep(2)
     role.wake_up(("weights", "kv_cache"))
     assert ids_of(role.sample(prompts(2), SAMPLING)) == whole
+
+
+@pytest.mark.parametrize("kind", ["GPT2", "Mamba"])
+def test_any_causal_model_will_do(kind: str, tmp_path: Path) -> None:
+    """Learned positions under another name in config.json; and no attention, keys or values at all."""
+    import transformers
+
+    sizes: dict[str, Any] = {"vocab_size": TOKENIZER_IDS, "hidden_size": 64, "num_hidden_layers": 2}
+    sizes |= {"initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 1}
+    sizes |= {"n_positions": 64, "n_head": 4} if kind == "GPT2" else {"pad_token_id": 0}
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")
+    model(getattr(transformers, f"{kind}Config")(**sizes)).save_pretrained(tmp_path)
+    add_tokenizer(tmp_path, TOKENIZER_IDS)
+    with sampler(str(tmp_path)) as other:
+        batch = other.sample(prompts(4), SAMPLING)
+        assert logprob_error(tmp_path, batch, temperature=0.7) < 1e-4
+        assert batch["sample_fault"].null_count == len(batch)
+        long = prompts(1).with_columns({"prompt_ids": [[130] * 60]})
+        [fault, *_] = other.sample(long, SAMPLING)["sample_fault"].to_pylist()
+        assert (fault is not None) == (kind == "GPT2")
