@@ -83,7 +83,8 @@ class ModelPRM(StepPRM):
             wanted = sorted({place for of_row in places for place in of_row})
             at = {place: index for index, place in enumerate(wanted)}
             keep = torch.tensor(wanted, device=inputs["input_ids"].device)
-            scores = self._model(inputs, logits_to_keep=keep)[:, :, self._answers].softmax(-1)[..., self._label]
+            answers = self._model(inputs, only=self._answers, logits_to_keep=keep)
+            scores = answers.softmax(-1)[..., self._label]
             return [scores[row, [at[place] for place in of_row]].tolist() for row, of_row in enumerate(places)]
         logits = self._model(inputs)
         scores = logits[..., 0] if logits.shape[-1] == 1 else logits.softmax(-1)[..., self._label]

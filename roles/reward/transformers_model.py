@@ -92,13 +92,14 @@ class RewardModel:
             if part:
                 yield list(part), self._padded([rows[row] for row in part])
 
-    def __call__(self, inputs: dict[str, Tensor], **extra: Any) -> Tensor:
-        """[rows, ...] float32 logits on the host."""
+    def __call__(self, inputs: dict[str, Tensor], *, only: Sequence[int] | None = None, **extra: Any) -> Tensor:
+        """[rows, ...] float32 logits on the host: all, or those of some outputs."""
         import torch
 
         with torch.no_grad():
             logits: Tensor = self._model(**inputs, **extra).logits
-        return logits.float().cpu()
+            # Before they are copied: a vocabulary of them is much.
+            return (logits if only is None else logits[..., list(only)]).float().cpu()
 
     def _padded(self, rows: Sequence[Encoded]) -> dict[str, Tensor]:
         import torch

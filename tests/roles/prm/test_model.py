@@ -125,6 +125,17 @@ def test_a_language_model_that_says_good_or_bad(folders: dict[str, str]) -> None
     )  # fmt: skip
 
 
+def test_of_a_vocabulary_only_the_answers_leave_the_device(
+    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"good_token": "+", "bad_token": "-", "step_form": "{step} {token}\n", "form": "{prompt} {response}"}
+    role = role_of(folders["CausalLM"], **settings)
+    widths, cpu = [], torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: (widths.append(tensor.shape[-1]), cpu(tensor))[1])
+    scored(role, rows())
+    assert set(widths) == {2}
+
+
 def test_rows_without_steps_and_rows_too_long(folders: dict[str, str]) -> None:
     role = role_of(folders["TokenClassification"], max_length=40)
     texts = ["ok\n\nfine", "", None, "word " * 30]
