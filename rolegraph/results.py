@@ -64,7 +64,7 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> Counter[str]:
 def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]], *, columns: Sequence[str] = ()) -> list[str]:
     """Rows as Parquet, whole or not there; `columns` are those of a file without rows.
 
-    Returns notes on columns whose values were of several types and are carried as text.
+    Returns notes on columns whose values were of several types and are carried as text, each with the file's name.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -76,4 +76,4 @@ def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]], *, columns: Seq
     table = pa.table(cast(Any, to_columns({name: [row.get(name) for row in rows] for name in names}, notes)))
     with replacing(path) as part:
         pq.write_table(table, part)
-    return notes
+    return [f"{path.name}: {note}" for note in notes]

@@ -50,7 +50,7 @@ def test_parquet_keeps_types_and_says_what_became_text(tmp_path: Path) -> None:
         {"uid": "b", "ragged": [], "mixed": "one", "messages": [{"role": "user", "content": "hi"}]},
     ]
     notes = write_parquet(path, rows)
-    assert notes == ["column 'mixed' holds int, str: carried as text"]
+    assert notes == ["rows.parquet: column 'mixed' holds int, str: carried as text"]
     again = pq.read_table(path).to_pylist()
     assert [row["ragged"] for row in again] == [[[1.0], []], []]
     assert [row["mixed"] for row in again] == ["1", "one"]
