@@ -156,19 +156,13 @@ async def run_sampling(
     if ending := Sampling.begin(run_config, folder):
         (folder / "ending.txt").write_text(ending)
         return folder
-    slots = {
-        role: tuple(
-            Slot(role, rank, "this machine", "cpu", (), 0.0, 1, Mesh(dp=count).at(rank)) for rank in range(count)
-        )
-        for role, count in counts.items()
-    }
     specs = {role: RoleSpec(kind, (settings or {}).get(role)) for role, kind in roles.items()}
     async with AsyncExitStack() as stack:
         telemetry = Telemetry(folder)
         stack.callback(telemetry.close)
         telemetry.timeline.place(counts)
         options = GraphOptions(exp_name=folder.name, run_dir=str(folder), use_ray=use_ray)
-        plan = Plan(slots, tuple((role,) for role in roles), "cpu")
+        plan = Plan(slots_of(counts), tuple((role,) for role in roles), "cpu")
         graph = await stack.enter_async_context(RoleGraph(plan, specs, options, on_call=telemetry.timeline.call))
         handles: dict[str, Any] = {role: graph.groups[role].handle for role in roles}
         scorers = Scorers(
@@ -187,6 +181,16 @@ async def run_sampling(
             setattr(algorithm, role, handles.get(role))
         await algorithm.run()
     return folder
+
+
+def slots_of(counts: Mapping[str, int]) -> dict[str, tuple[Slot, ...]]:
+    """So many replicas of each role, on cores that nobody counts."""
+    return {
+        role: tuple(
+            Slot(role, rank, "this machine", "cpu", (), 0.0, 1, Mesh(dp=count).at(rank)) for rank in range(count)
+        )
+        for role, count in counts.items()
+    }
 
 
 def config_of(
