@@ -40,9 +40,9 @@ from tests.rolegraph.samplers import STUBS, config_of, dataset, slots_of
 
 ROUNDS = 3
 GOAL = 0.95
-MODELS = (("tiny", 512, 32), ("smollm2_10_layers", 96, 24))
+MODELS = (("tiny", 256, 64), ("smollm2_10_layers", 128, 24))
 """Model, rows, tokens a candidate."""
-SLEEPS = ((0.2, 0.05), (0.2, 0.2))
+SLEEPS = ((0.1, 0.02), (0.1, 0.1))
 """Seconds of a sampler's call of 4 rows, and of a scorer's call of 4 or 8 candidates."""
 
 
@@ -132,7 +132,7 @@ async def with_sleepers(sample_s: float, score_s: float) -> tuple[object, ...]:
     settings = {"sampler": {"seconds": sample_s}, "prm": score_s, "orm": score_s}
     specs = {role: RoleSpec(kind, settings[role]) for role, kind in STUBS.items()}
     placed = Plan(slots_of(dict.fromkeys(STUBS, 1)), tuple((role,) for role in STUBS), "cpu")
-    found = dataset(128)
+    found = dataset(256)
     data = Dataset(Batch(found.rows.table).share(), found.report)
     async with AsyncExitStack() as stack:
         bench = await started(stack, config, placed, specs, data)

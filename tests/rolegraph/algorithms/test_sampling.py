@@ -8,6 +8,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from rolegraph.algorithms.sampling import IN_FLIGHT
 from rolegraph.algorithms.sampling_config import SamplingConfig
 from rolegraph.errors import ConfigError, DataError
 from rolegraph.json_rows import EXACT
@@ -233,3 +234,66 @@ async def test_scores_are_not_written_beside_the_candidates_they_are_of(tmp_path
     with pytest.raises(ConfigError, match="choose another folder for the scores"):
         await run_sampling(first, config, roles={"orm": STUBS["orm"]})
     assert (first / "samples.jsonl").exists()
+
+
+# ----- whose turn it is -----
+
+
+class Noting(STUBS["sampler"]):  # type: ignore[name-defined, misc]
+    """Notes when it draws."""
+
+    calls: list[str] = []  # noqa: RUF012 - shared by all, in one process
+
+    def sample(self, batch, sampling):  # type: ignore[no-untyped-def, override]
+        self.calls.append("sample")
+        found = super().sample(batch, sampling)
+        self.calls.append("sampled")
+        return found
+
+
+class NotingORM(StubORM):
+    """Notes when it scores."""
+
+    def score(self, batch):  # type: ignore[no-untyped-def, override]
+        Noting.calls.append("score")
+        return super().score(batch)
+
+
+NOTING = {"sampler": Noting, "orm": NotingORM}
+
+
+async def calls_of(folder: Path, **run: object) -> list[str]:
+    """What sampler and orm did, in order; what is the same as before it is told once."""
+    Noting.calls.clear()
+    settings = {"sampler": {"seconds": 0.02}, "orm": 0.02}
+    config = SamplingConfig(num_return_sequences=4, num_sampling_batch_size=4)
+    await run_sampling(folder, config, rows=12, roles=NOTING, settings=settings, **run)  # type: ignore[arg-type]
+    return Noting.calls
+
+
+async def test_roles_that_share_a_device_take_turns_batch_by_batch(tmp_path: Path) -> None:
+    calls = await calls_of(tmp_path / "shared", colocate=[("sampler", "orm")])
+    assert calls == ["sample", "sampled", "score", "score"] * 3
+
+
+async def test_a_deterministic_run_makes_one_call_at_a_time(tmp_path: Path) -> None:
+    calls = await calls_of(tmp_path / "strict", deterministic=True)
+    assert [call for call in calls if call != "score"] == ["sample", "sampled"] * 3
+    assert calls[-1] == "score"
+    assert calls.index("score") == 2
+
+
+async def test_drawing_goes_on_while_earlier_rows_are_scored(tmp_path: Path) -> None:
+    calls = await calls_of(tmp_path / "apart")
+    assert calls.index("score") < max(index for index, call in enumerate(calls) if call == "sampled")
+
+
+async def test_no_more_batches_are_under_way_than_fit(tmp_path: Path) -> None:
+    Noting.calls.clear()
+    config = SamplingConfig(num_return_sequences=1, num_sampling_batch_size=1)
+    await run_sampling(tmp_path / "run", config, rows=20, roles=NOTING, settings={"orm": 0.05})
+    under_way, most = 0, 0
+    for call in Noting.calls:
+        under_way += {"sample": 1, "score": -1}.get(call, 0)
+        most = max(most, under_way)
+    assert most <= IN_FLIGHT + 1
