@@ -161,6 +161,11 @@ class Sampling(Algorithm):
         repeats: Mapping[str, Sequence[int]] | int = config.num_return_sequences
         if config.candidates is not None:
             samples, repeats = cached(Path(config.candidates), uids)
+            if others := len(samples) - sum(map(len, repeats.values())):
+                self.job.telemetry.event(
+                    f"{others} of {len(samples)} candidates in {samples.path} are of rows that are not in this "
+                    + ("data" if config.data_range is None else "part of the data")
+                )
         results = Results(folder, rows, places, repeats, config.rules(self.job.config.roles), samples)
         for journal in (results.samples, results.candidates):
             if journal.torn:

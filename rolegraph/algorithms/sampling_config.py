@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from annotated_types import Ge, Gt, Le
 
 from rolegraph.algorithms.options import Needs, SamplingOptions, ScoreOptions
+from rolegraph.algorithms.sampling_folder import needs_of
 from rolegraph.algorithms.selection import Output, Rules
 from rolegraph.interfaces import StepReduce
 from rolegraph.role import family, is_scorer
@@ -60,8 +61,8 @@ class SamplingConfig(SamplingOptions, ScoreOptions):
 
     @property
     def data_needs(self) -> Needs:
-        """What every dataset row must have."""
-        return "prompt"
+        """How rows are read; those whose candidates are there already as the run read them that drew these."""
+        return "prompt" if self.candidates is None else needs_of(self.candidates)
 
     def rules(self, roles: Mapping[str, object]) -> Rules:
         """How candidates are chosen in a run with these roles."""

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rolegraph.algorithms.options import Needs
 from rolegraph.errors import ConfigError, DataError
 from rolegraph.results import write_json
 from rolegraph.role import is_scorer
@@ -72,7 +73,7 @@ def begin(config: RunConfig, run_dir: Path) -> str | None:
             return f"finished already: {done['rows']} rows, {done['results']} in {run_dir / done['file']}"
     run_dir.mkdir(parents=True, exist_ok=True)
     if not (run_dir / "settings.json").exists():
-        write_json(run_dir / "settings.json", {"settings": settings})
+        write_json(run_dir / "settings.json", {"settings": settings, "needs": config.data_needs})
     return None
 
 
@@ -117,6 +118,18 @@ def source_of(candidates: str) -> Path:
     """The file that holds the candidates of an earlier run: the one named, or `samples.jsonl` in the folder named."""
     path = Path(candidates).expanduser()
     return path / "samples.jsonl" if path.is_dir() else path
+
+
+def needs_of(candidates: str) -> Needs:
+    """How the run that drew these candidates read its rows: in tokens, without those that are too long, or as text.
+
+    As text where nothing says it: that leaves out no row that candidates may be of.
+    """
+    try:
+        kept = json.loads((source_of(candidates).parent / "settings.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return "chat"
+    return "prompt" if isinstance(kept, dict) and kept.get("needs") == "prompt" else "chat"
 
 
 def _holds_a_run(run_dir: Path) -> str:

@@ -209,14 +209,14 @@ def rows_name_their_teacher(run: RunConfig) -> Iterator[str]:
 
 
 def chats_are_not_tokenised(run: RunConfig) -> Iterator[str]:
-    """What is about tokens has no say where a service gets the messages."""
+    """What is about tokens has no say where rows are read as text: for a service, or with candidates made by one."""
     if run.data_needs != "chat":
         return
     for key in ("chat_template", "chat_template_kwargs", "max_teacher_prompt_length"):
         if getattr(run.data, key):
-            yield f"data.{key} has no effect: prompts go to a service as text, which has its own template: remove it"
+            yield f"data.{key} has no effect: prompts are text, and the service has a template of its own: remove it"
     if run.data.truncation_strategy != "drop":
-        yield "data.truncation_strategy has no effect: prompts go to a service as text, however long: remove it"
+        yield "data.truncation_strategy has no effect: prompts are read as text, however long: remove it"
 
 
 def free_fields_are_known(run: RunConfig) -> Iterator[str]:

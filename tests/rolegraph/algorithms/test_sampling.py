@@ -12,6 +12,7 @@ from rolegraph.algorithms.sampling import IN_FLIGHT
 from rolegraph.algorithms.sampling_config import SamplingConfig
 from rolegraph.errors import ConfigError, DataError
 from rolegraph.json_rows import EXACT
+from rolegraph.telemetry import Telemetry
 from tests.rolegraph.samplers import STUBS, StubORM, StubSampler, dataset, lines, number, run_sampling
 
 EIGHT = SamplingConfig(num_return_sequences=8, num_sampling_batch_size=3, n_best_to_keep=2, prm_threshold=0.1)
@@ -219,6 +220,20 @@ async def test_candidates_that_belong_to_other_data_are_refused(tmp_path: Path) 
     config = SamplingConfig(candidates=str(first))
     with pytest.raises(DataError, match=r"no candidate of any row of this data \(40 candidates"):
         await run_sampling(tmp_path / "second", config, data=data, roles={"orm": STUBS["orm"]})
+
+
+async def test_candidates_of_rows_that_are_not_there_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = await run_sampling(tmp_path / "first", rows=6, roles={"sampler": STUBS["sampler"]})
+    told: list[str] = []
+    monkeypatch.setattr(Telemetry, "event", lambda _, text: told.append(text))
+    where = f"of 24 candidates in {first}/samples.jsonl are of rows that are not in this"
+    for rows, data_range, expected in ((4, (0, 2), f"16 {where} part of the data"), (4, None, f"8 {where} data")):
+        config = SamplingConfig(candidates=str(first), data_range=data_range)
+        await run_sampling(tmp_path / str(data_range), config, rows=rows, roles={"orm": STUBS["orm"]})
+        assert expected in told
+    told.clear()
+    await run_sampling(tmp_path / "all", SamplingConfig(candidates=str(first)), rows=6, roles={"orm": STUBS["orm"]})
+    assert not [text for text in told if "not in this" in text]
 
 
 async def test_rows_without_candidates_are_counted(tmp_path: Path) -> None:

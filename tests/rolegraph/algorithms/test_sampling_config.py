@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rolegraph.algorithms import sampling_folder
 from rolegraph.algorithms.sampling import takes_turns
 from rolegraph.arithmetic import candidates, sentences
 from rolegraph.config import load
@@ -104,6 +105,24 @@ def test_a_service_reads_text() -> None:
     openai = ("sampler=openai", "sampler.service.base_url=http://localhost:1/v1", "sampler.service.model=some")
     assert run_of(*openai).data_needs == "chat"
     assert run_of().data_needs == "prompt"
+
+
+def test_both_stages_read_rows_alike(tmp_path: Path) -> None:
+    for needs, sampler in (("prompt", ()), ("chat", OPENAI)):
+        folder = tmp_path / needs
+        sampling_folder.begin(run_of(*sampler), folder)
+        (folder / "samples.jsonl").touch()
+        assert run_of(f"algorithm.candidates={folder}", "sampler=null", *ORM).data_needs == needs
+
+
+@pytest.mark.parametrize("kept", [None, "{", "[1]", '{"settings": {}}', '{"needs": "chat"}', '{"needs": "prompt"}'])
+def test_rows_are_read_as_the_run_read_them_that_drew_the_candidates(tmp_path: Path, kept: str | None) -> None:
+    (tmp_path / "samples.jsonl").touch()
+    if kept is not None:
+        (tmp_path / "settings.json").write_text(kept)
+    for source in (tmp_path, tmp_path / "samples.jsonl"):
+        run = run_of(f"algorithm.candidates={source}", "sampler=null", *ORM)
+        assert run.data_needs == ("prompt" if kept == '{"needs": "prompt"}' else "chat")
 
 
 def test_engines_have_room_for_a_prompt_and_a_candidate() -> None:
