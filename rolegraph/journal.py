@@ -6,7 +6,6 @@ It is JSONL, a row a line, named by (`uid`, `repeat`); `json_rows` says what bec
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import threading
 from collections.abc import Iterable, Iterator, KeysView, Mapping
@@ -15,7 +14,7 @@ from typing import Any
 
 from rolegraph.errors import DataError
 from rolegraph.json_rows import Row, decode, encode
-from rolegraph.results import sync_folder
+from rolegraph.results import lock, sync_folder
 
 Key = tuple[str, int]
 
@@ -62,15 +61,8 @@ class Journal:
             raise
 
     def _take(self, is_new: bool) -> None:
-        # A lock of the process, which its end gives back; one of the file (flock) would live on in forked children.
-        try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise DataError(f"{self.path} is being written by another process: wait for it, or end it first") from error
-        except OSError as error:
-            # Some network file systems have no locks; they keep a second run away no more than they did.
-            if isinstance(error, PermissionError):
-                raise DataError(f"{self.path} is being written by another process") from error
+        if not lock(self._file):
+            raise DataError(f"{self.path} is being written by another process: wait for it, or end it first")
         if is_new:
             sync_folder(self.path.parent)
 

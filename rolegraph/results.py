@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 from collections import Counter
@@ -10,7 +11,36 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from rolegraph.errors import ConfigError
 from rolegraph.json_rows import encode_plain
+
+
+def lock(file: int) -> bool:
+    """Keep other processes from an open file; False where one has it. Ends when this process closes a handle on it."""
+    # A lock of the process, which its death gives back; one of the file (flock) would live on in forked children.
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:  # some network file systems have no locks
+        pass
+    return True
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Keep the runs of other processes out of a folder, which is made. Raises ConfigError where one is there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        if not lock(file):
+            raise ConfigError(
+                f"output_dir={folder} is being written by a run that still goes on: wait for its end, or choose "
+                "another folder"
+            )
+        yield
+    finally:
+        os.close(file)
 
 
 def sync_folder(folder: Path) -> None:

@@ -27,6 +27,7 @@ from rolegraph.movers import mover
 from rolegraph.parcel import code_folder
 from rolegraph.placement import Plan, plan, requests, this_machine
 from rolegraph.placement.environment import as_environment
+from rolegraph.results import alone_in
 from rolegraph.rewards.config import RewardConfig
 from rolegraph.role import Role, is_teacher
 from rolegraph.telemetry import Telemetry
@@ -62,17 +63,17 @@ def main(config: RunConfig) -> None:
     Ctrl-C and SIGTERM free every actor first; errors are those of the part that failed.
     """
     run_dir = Path(config.output_dir or "outputs").absolute()
-    if ending := _algorithm_class(config.algorithm).begin(config, run_dir):
-        _say(ending)
-        return
-    run_dir.mkdir(parents=True, exist_ok=True)
-    save_config(config, run_dir / "config.yaml")
-    try:
-        asyncio.run(_run(config, run_dir))
-    finally:
-        report = write_report(run_dir, f"{_exp_name(config)} in {run_dir.name}")
-        if report is not None:
-            _say_where(run_dir)
+    with alone_in(run_dir):
+        if ending := _algorithm_class(config.algorithm).begin(config, run_dir):
+            _say(ending)
+            return
+        save_config(config, run_dir / "config.yaml")
+        try:
+            asyncio.run(_run(config, run_dir))
+        finally:
+            report = write_report(run_dir, f"{_exp_name(config)} in {run_dir.name}")
+            if report is not None:
+                _say_where(run_dir)
 
 
 async def _run(config: RunConfig, run_dir: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,7 +50,21 @@ def test_a_folder_that_holds_a_run_is_refused_and_left_as_it_is(
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(ConfigError, match=f"output_dir={tmp_path} holds a run already: choose another folder"):
         _main(Fresh, tmp_path, monkeypatch)
-    assert [file.name for file in tmp_path.iterdir() if file.is_file()] == ["metrics.jsonl"]
+    assert {file.name for file in tmp_path.iterdir() if file.is_file()} == {"metrics.jsonl", ".lock"}
+
+
+def test_a_folder_has_one_run_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = (
+        "import sys; from pathlib import Path; from rolegraph.results import alone_in\n"
+        f"with alone_in(Path({str(tmp_path)!r})):\n    print('here', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline()
+        with pytest.raises(ConfigError, match=f"output_dir={tmp_path} is being written by a run that still goes on"):
+            _main(Lasting, tmp_path, monkeypatch, resume=True)
+        other.kill()
+    assert _main(Lasting, tmp_path, monkeypatch) == ["config saved", "started"]
 
 
 def test_an_algorithm_may_go_on_or_have_nothing_left_to_do(
