@@ -29,6 +29,10 @@ class OpenAISampler(SamplerRole):
     """
 
     Config: ClassVar[type[OpenAISamplerConfig]] = OpenAISamplerConfig
+    # What limits the requests in flight is `service.concurrency`, not how many calls of so many rows are worked on.
+    queue_rows: ClassVar[int] = 16
+    queue_rows_alone: ClassVar[int] = 1024
+
     config: OpenAISamplerConfig
 
     def __init__(self, config: OpenAISamplerConfig, context: RoleContext) -> None:

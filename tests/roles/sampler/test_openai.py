@@ -11,8 +11,11 @@ import pytest
 
 from rolegraph.batch import Batch
 from rolegraph.errors import BatchError, ConfigError
+from rolegraph.graph import GraphOptions, RoleGraph
+from rolegraph.host import RoleSpec
 from rolegraph.interfaces import SamplingParams
-from rolegraph.role import RoleContext
+from rolegraph.placement import Plan, Slot
+from rolegraph.role import Mesh, RoleContext
 from rolegraph.services import service as service_module
 from rolegraph.services.config import ServiceConfig
 from roles.rollout.drawing import sample_seed
@@ -128,6 +131,20 @@ def test_every_candidate_of_a_bad_day_is_accounted_for() -> None:
             assert (text, fault, reason) == (f"question {number}", None, "stop")
     assert max(server.attempts().values()) == 2
     assert server.most_at_once <= 12
+
+
+async def test_a_replica_has_as_many_requests_in_flight_as_its_service_takes() -> None:
+    most = 3 * OpenAISampler.queue_in_flight
+    with StubOpenAI(lambda request: say("x", delay_s=0.5)) as server:
+        service = ServiceConfig(base_url=server.url, model="stub", api_key_env=None, concurrency=most)
+        slot = Slot("sampler", 0, "this machine", "cpu", (), 0.0, 1, Mesh(dp=1).at(0))
+        plan = Plan({"sampler": (slot,)}, (("sampler",),), "cpu")
+        specs = {"sampler": RoleSpec(OpenAISampler, OpenAISamplerConfig(service=service))}
+        async with RoleGraph(plan, specs, GraphOptions(use_ray=False)) as graph:
+            handle: Any = graph.groups["sampler"].handle
+            batch = await handle.sample(questions(2 * most), SamplingParams(n=1))
+    assert batch["sample_fault"].to_pylist() == [None] * 2 * most
+    assert server.most_at_once == most
 
 
 def test_a_key_that_is_refused_ends_the_run_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
