@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -30,13 +31,21 @@ def given_back_otherwise(values: Mapping[str, list[Any]], columns: Mapping[str, 
     for name, column in values.items():
         if pa.types.is_string(columns[name].type) and {type(value) for value in column} <= {str, type(None)}:
             continue
+        same: Callable[[Any, Any], bool] = operator.eq if _only_texts(columns[name].type) else _same
         for index, (value, again) in enumerate(zip(column, columns[name].to_pylist(), strict=True)):
-            if value is not None and not _same(value, again):
+            if value is not None and not same(value, again):
                 rows.setdefault(index, {})[name] = value
     if not rows:
         return None
     count = len(next(iter(values.values())))
     return pa.array([encode(rows[index]).decode() if index in rows else None for index in range(count)], pa.string())
+
+
+def _only_texts(kind: pa.DataType) -> bool:
+    """Whether a type holds nothing that equals something of another type, as 1 equals 1.0 and true."""
+    if pa.types.is_struct(kind):
+        return all(_only_texts(field.type) for field in kind)
+    return pa.types.is_string(kind) or (pa.types.is_list(kind) and _only_texts(kind.value_type))
 
 
 def _same(value: Any, again: Any) -> bool:
