@@ -149,11 +149,6 @@ class Journal:
         for key in keys:
             yield decode(self._line(self._places[key]))
 
-    def read_groups(self, uids: Iterable[str], n: int) -> Iterator[list[Row]]:
-        """Of each uid, those of its repeats 0 to n - 1 that are there, in order; one list a uid, maybe empty."""
-        for uid in uids:
-            yield list(self.read(key for repeat in range(n) if (key := (uid, repeat)) in self._places))
-
     def _line(self, place: int) -> bytes:
         parts: list[bytes] = []
         while chunk := os.pread(self._file, 1 << 14, place):
@@ -165,10 +160,11 @@ class Journal:
         return b"".join(parts)
 
     def close(self) -> None:
-        """Close the file; another process may open it."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        """Close the file, once what is being appended is written; another process may open it."""
+        with self._lock:
+            if self._file >= 0:
+                os.close(self._file)
+                self._file = -1
 
 
 def key_of(row: Mapping[str, Any]) -> Key:

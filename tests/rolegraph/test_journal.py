@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def test_cut_at_any_byte_whole_lines_stay_and_the_rest_is_written_again(
         assert path.read_bytes() == whole
 
 
-def test_rows_are_found_by_key_and_in_groups(tmp_path: Path) -> None:
+def test_rows_are_found_by_key(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "rows.jsonl")
     long = "x" * 100_000
     journal.append([_row("b", 1, text="b1"), _row("a", 0, text=long)])
@@ -58,16 +59,35 @@ def test_rows_are_found_by_key_and_in_groups(tmp_path: Path) -> None:
     assert journal.keys == {("b", 1), ("a", 0), ("b", 0)}
     assert len(journal) == 3
     assert [row["text"] for row in journal.read([("b", 0), ("a", 0)])] == ["b0", long]
-    groups = list(journal.read_groups(["a", "b", "c"], n=2))
-    assert [[(row["uid"], row["repeat"]) for row in group] for group in groups] == [
-        [("a", 0)],
-        [("b", 0), ("b", 1)],
-        [],
-    ]
     with pytest.raises(KeyError):
         next(journal.read([("c", 0)]))
     journal.close()
-    assert [len(group) for group in Journal(journal.path).read_groups(["b", "a"], n=1)] == [1, 1]
+    assert [row["text"] for row in Journal(journal.path).read([("b", 1), ("b", 0)])] == ["b1", "b0"]
+
+
+def test_a_journal_is_closed_between_appends_never_within_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal, other = Journal(tmp_path / "rows.jsonl"), tmp_path / "other"
+    writing, go_on, write = threading.Event(), threading.Event(), os.write
+
+    def slow(file: int, data: bytes) -> int:
+        writing.set()
+        go_on.wait(5)
+        return write(file, data)
+
+    monkeypatch.setattr(os, "write", slow)
+    appending = threading.Thread(target=journal.append, args=([_row("a")],))
+    closing = threading.Thread(target=journal.close)
+    appending.start()
+    assert writing.wait(5)
+    closing.start()
+    closing.join(0.2)
+    handle = os.open(other, os.O_RDWR | os.O_CREAT)  # takes the number of a file that was closed meanwhile
+    go_on.set()
+    appending.join(5)
+    closing.join(5)
+    os.close(handle)
+    assert journal.path.read_bytes() == b'{"uid": "a", "repeat": 0}\n'
+    assert other.read_bytes() == b""
 
 
 def test_a_key_is_written_once(tmp_path: Path) -> None:
