@@ -37,18 +37,17 @@ class _Seen:
 
     fault: str = "it was not answered"
     """Of the newest attempt."""
+    attempts: int = 0
     failed: int = 0
     """Attempts that used up a retry."""
-    away: int = 0
-    """Attempts that nobody took."""
     is_away: bool = False
-    """Whether the newest was one."""
+    """Whether nobody took the newest."""
 
     def note(self, fault: str, *, counts: bool = True, is_away: bool = False) -> None:
         """One more attempt has failed."""
         self.fault, self.is_away = fault, is_away
+        self.attempts += 1
         self.failed += counts
-        self.away += is_away
 
 
 class Service:
@@ -189,8 +188,9 @@ class Service:
                 return reply
             if seen.failed > self.config.max_retries:
                 return Reply.of_fault(f"{seen.fault} (after {seen.failed} attempts)")
-            if self._quiet_until <= time.monotonic():
-                await asyncio.sleep(self._back_off(seen.failed + seen.away))
+            if self._quiet_until - time.monotonic() < FIRST_WAIT_S:
+                # Told to come back at once, again and again: what was told is not enough.
+                await asyncio.sleep(self._back_off(seen.attempts))
 
     async def _once(self, attempt: Callable[[], Awaitable[Reply]], seen: _Seen, *, is_check: bool) -> Reply | None:
         """One attempt; null for a fault that may pass, which `seen` tells."""

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -195,6 +196,15 @@ def test_a_service_is_left_alone_for_as_long_as_it_asks_by_all_requests() -> Non
     assert [reply.text for reply in replies] == ["4"] * 3
     first, second, *_ = (request.at for request in server.requests)
     assert second - first >= 0.6
+
+
+@pytest.mark.parametrize("told_s", [0, 0.001])
+def test_a_service_that_always_says_come_back_at_once_is_asked_less_and_less(told_s: float) -> None:
+    with StubOpenAI([status(429, retry_after=told_s)] * 7 + [say("4")]) as server:
+        assert ask(server, max_retries=0).text == "4", "what it tells uses up no retry"
+    times = [request.at for request in server.requests]
+    for attempt, (before, after) in enumerate(pairwise(times)):
+        assert after - before >= 0.01 * 2**attempt / 2
 
 
 def test_a_wait_that_the_service_asks_for_ends_with_the_deadline() -> None:
