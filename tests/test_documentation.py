@@ -33,12 +33,33 @@ def test_plans_of_the_pages(command: str, monkeypatch: pytest.MonkeyPatch, capsy
     assert "Placement" in shown.out
 
 
+def chain() -> list[str]:
+    """The two commands by which the README goes from sampling to training."""
+    return [command for command in commands("run") if "output_dir=" in command]
+
+
 @pytest.mark.engine
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("command", commands("run"))
+@pytest.mark.parametrize("command", [command for command in commands("run") if command not in chain()])
 def test_runs_of_the_pages(command: str, tmp_path: Path) -> None:
     done = run(*shlex.split(command)[2:], *SMALL, folder=tmp_path)
     assert len(done.metrics) == 3, done.output + logs(tmp_path)
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(900)
+def test_the_chain_from_sampling_to_training(tmp_path: Path) -> None:
+    """As shown, but for the sizes: the real model samples, and is trained on what was kept."""
+    sample, train = chain()
+    small = ("data.size=12", "algorithm.num_sampling_batch_size=6", "algorithm.max_completion_length=24")
+    done = rolegraph(*shlex.split(sample)[1:], *small, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + logs(tmp_path / "outputs/sampled")
+    kept = (tmp_path / "outputs/sampled/kept.jsonl").read_text().splitlines()
+    assert 0 < len(kept) <= 24
+    assert re.search(rf"responses kept +{len(kept)}$", done.stdout, flags=re.MULTILINE), done.stdout
+    done = rolegraph(*shlex.split(train)[1:], "max_steps=1", "algorithm.global_batch_size=2", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + logs(tmp_path / "outputs/trained")
+    assert f"data: {len(kept)} of {len(kept)} rows kept from jsonl" in done.stdout
 
 
 def test_the_fault_that_the_readme_shows() -> None:
@@ -53,4 +74,5 @@ def test_the_fault_that_the_readme_shows() -> None:
 
 def test_the_pages_have_commands_of_each_kind() -> None:
     assert len(commands("plan")) >= 4
-    assert len(commands("run")) >= 2
+    assert len(commands("run")) >= 4
+    assert len(chain()) == 2
