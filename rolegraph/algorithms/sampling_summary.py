@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rolegraph.algorithms.selection import Selection
+from rolegraph.interfaces import FAULT_REASONS
 
 Table = tuple[Sequence[str], Sequence[Sequence[Any]]]
 QUARTILES = ("min", "25%", "median", "75%", "max")
@@ -57,7 +58,9 @@ class Tally:
         self.failed: Counter[str] = Counter()
         """Candidates that did not pass, by reason."""
         self.faults: Counter[str] = Counter()
-        """Why candidates could not be drawn or scored."""
+        """Why candidates could not be drawn or scored, by kind."""
+        self.fault_examples: dict[str, str] = {}
+        """Of each kind the first, with all that was said."""
         self._scores = {role: array("d") for role in scorers}
 
     def add(self, candidates: Sequence[Mapping[str, Any]], chosen: Selection) -> None:
@@ -71,9 +74,9 @@ class Tally:
         self.failed.update(chosen.failed.values())
         for row in candidates:
             self.tokens += row.get("response_length") or 0
-            for name in ("sample_fault", "prm_fault", *(name for name in row if name.startswith("reward_reasons"))):
-                if row.get(name):
-                    self.faults[f"{_ROLE_OF.get(name, name.rpartition('/')[2])}: {_short(row[name])}"] += 1
+            for kind, said in faults_of(row):
+                self.faults[kind] += 1
+                self.fault_examples.setdefault(kind, said)
             for role, values in self._scores.items():
                 score = row.get(f"scores/{role}")
                 values.append(np.nan if score is None else score)
@@ -90,13 +93,28 @@ class Tally:
         return found
 
 
-_ROLE_OF = {"sample_fault": "sampler", "prm_fault": "prm", "reward_reasons": "orm"}
 _LONGEST = 80
+_EXAMPLE = 300
 
 
-def _short(reason: str) -> str:
+def faults_of(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The kind of each fault of a candidate, by role, and what was said of it.
+
+    A fault's kind is what comes before its first colon: behind it stand numbers and texts of this candidate.
+    """
+    for name, role in (("sample_fault", "sampler"), ("prm_fault", "prm")):
+        if said := row.get(name):
+            yield f"{role}: {_short(said.partition(':')[0], _LONGEST)}", _short(said, _EXAMPLE)
+    for name, code in row.items():
+        if code and name.startswith("reward_faults/"):
+            role, _, function = name.removeprefix("reward_faults/").rpartition("/")
+            said = row.get(f"reward_reasons/{role}" if role else "reward_reasons") or ""
+            yield f"{role or 'orm'}: {function}: {FAULT_REASONS[code - 1]}", _short(said, _EXAMPLE)
+
+
+def _short(reason: str, longest: int) -> str:
     first = reason.strip().splitlines()[0] if reason.strip() else "no reason given"
-    return first if len(first) <= _LONGEST else first[: _LONGEST - 3] + "..."
+    return first if len(first) <= longest else first[: longest - 3] + "..."
 
 
 def as_plain(tally: Tally, report: Report | None, *, drawn: int, tokens: int, seconds: float) -> dict[str, Any]:
@@ -119,6 +137,7 @@ def as_plain(tally: Tally, report: Report | None, *, drawn: int, tokens: int, se
         "rows_dropped": dict(tally.dropped.most_common()),
         "candidates_failed": dict(tally.failed.most_common()),
         "faults": dict(tally.faults.most_common()),
+        "fault_examples": tally.fault_examples,
         "tokens": tally.tokens,
         "scores": tally.scores(),
         "this_part": {

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
 from rolegraph.algorithms.sampling import IN_FLIGHT
 from rolegraph.algorithms.sampling_config import SamplingConfig
+from rolegraph.algorithms.sampling_results import candidate_of
+from rolegraph.algorithms.sampling_summary import Tally
+from rolegraph.algorithms.selection import Rules, select
 from rolegraph.errors import ConfigError, DataError
+from rolegraph.interfaces import FAULT_REASONS
 from rolegraph.json_rows import EXACT
 from rolegraph.telemetry import Telemetry
 from tests.rolegraph.samplers import STUBS, StubORM, StubSampler, dataset, lines, number, run_sampling
@@ -78,6 +83,26 @@ async def test_the_summary_accounts_for_every_row_and_candidate(tmp_path: Path) 
     assert (found["scores"]["prm"]["min"], found["scores"]["prm"]["max"]) == (min(told), max(told))
     assert found["tokens"] == sum(row["response_length"] or 0 for row in lines(folder / "samples.jsonl"))
     assert found["this_part"]["drawn"] == 80
+
+
+def test_faults_are_counted_by_their_kind_not_by_what_each_one_says() -> None:
+    tally = Tally()
+    for tokens in range(50):
+        too_long = f"too_long: {tokens + 9000} tokens"
+        row: dict[str, Any] = {"uid": "a", "repeat": tokens, "response_text": None}
+        row |= {"sample_fault": f"HTTP 400: {tokens} tokens are too many: shorten", "prm_fault": too_long}
+        row |= {
+            "reward_faults/math": FAULT_REASONS.index("too_long") + 1,
+            "reward_reasons": f"math: {too_long}",
+            "reward_faults/fine": 0,
+        }
+        row |= {"reward_faults/orm_judge/judge": FAULT_REASONS.index("unparsable") + 1, "reward_faults/orm_x/y": None}
+        row |= {"reward_reasons/orm_judge": f"judge: unparsable: {tokens}"}
+        tally.add([row], select([candidate_of(row, ())], Rules()))
+    kinds = ("sampler: HTTP 400", "prm: too_long", "orm: math: too_long", "orm_judge: judge: unparsable")
+    assert tally.faults == dict.fromkeys(kinds, 50)
+    assert tally.fault_examples["sampler: HTTP 400"] == "HTTP 400: 0 tokens are too many: shorten"
+    assert tally.fault_examples["orm_judge: judge: unparsable"] == "judge: unparsable: 0"
 
 
 async def test_results_are_kept_as_parquet_with_their_nested_columns(tmp_path: Path) -> None:
