@@ -75,7 +75,7 @@ class StubSampler(SamplerRole):
             return None
         if uid in settings.get("empty", ()):
             return " "
-        return f"{number(sampling.seed, uid, repeat)}"
+        return f"{number((sampling.seed or 0) + sampling.step, uid, repeat)}"
 
 
 class StubORM(ORMRole):

@@ -73,7 +73,7 @@ async def test_nothing_that_is_drawn_is_drawn_again(tmp_path: Path) -> None:
     roles = {**STUBS, "sampler": Counting}
     folder = await run_sampling(tmp_path / "run", CONFIG, roles=roles)
     unfinish(folder)
-    rows = lines(folder / "samples.jsonl")
+    rows, kept_before = lines(folder / "samples.jsonl"), (folder / "kept.jsonl").read_text()
     gone = {("q2", 1), ("q2", 3), ("q7", 0)}
     for name in FILES[:2]:
         kept = [row for row in lines(folder / name) if (row["uid"], row["repeat"]) not in gone]
@@ -83,6 +83,7 @@ async def test_nothing_that_is_drawn_is_drawn_again(tmp_path: Path) -> None:
     assert set(Counting.drawn) == gone
     assert len(Counting.drawn) == 3
     assert sorted(map(str, lines(folder / "samples.jsonl"))) == sorted(map(str, rows)), "and they say the same"
+    assert (folder / "kept.jsonl").read_text() == kept_before, "in the order of the data, whatever came last"
 
 
 class Failing(StubORM):
