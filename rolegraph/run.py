@@ -118,7 +118,8 @@ async def _run(config: RunConfig, run_dir: Path) -> None:
         for name in dict.fromkeys((*algorithm_class.roles(), *handles)):
             setattr(algorithm, name, handles.get(name))
         await algorithm.run()
-        telemetry.event(f"done in {telemetry.elapsed}" + (f": {telemetry.gain}" if telemetry.gain else ""))
+        gain = telemetry.gain if "train" in handles else ""  # rewards rise where something learns
+        telemetry.event(f"done in {telemetry.elapsed}" + (f": {gain}" if gain else ""))
 
 
 async def _side_by_side(graph: RoleGraph, load: Coroutine[Any, Any, Dataset], telemetry: Telemetry) -> Dataset:

@@ -23,6 +23,9 @@ log = logging.getLogger(__name__)
 
 _CPU_BLOCK = 32
 """Tokens of a KV block on a CPU; vLLM's default of 128 would leave most prompts without a block to share."""
+_NARROW = 256
+"""Hidden size up to which one thread decodes faster than two: an operator of such a layer is done about when another
+thread is awake, and one that waits slows the other down where both are of one core."""
 _CPU_BATCH_TOKENS = 4096
 """Prompt tokens of one step on a CPU, where a prompt is never split over steps."""
 
@@ -45,8 +48,9 @@ def prepare_environment(config: VLLMEngineConfig, context: RoleContext) -> None:
 
 
 def worker_threads(config: VLLMEngineConfig, context: RoleContext) -> int:
-    """Threads of each engine process."""
-    return max(1, context.threads // config.tensor_parallel_size)
+    """Threads of each engine process: its share of the cores, or one for a model of narrow layers."""
+    is_narrow = 0 < int(model_config(config.folder).get("hidden_size") or 0) <= _NARROW
+    return 1 if is_narrow else max(1, context.threads // config.tensor_parallel_size)
 
 
 def engine_args(config: VLLMEngineConfig, context: RoleContext, tokenizer_size: int | None) -> EngineArgs:
