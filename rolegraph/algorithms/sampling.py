@@ -15,7 +15,7 @@ from rolegraph.algorithms import metrics as measure
 from rolegraph.algorithms import sampling_folder, sampling_summary
 from rolegraph.algorithms.base import Algorithm
 from rolegraph.algorithms.sampling_config import SamplingConfig
-from rolegraph.algorithms.sampling_results import SAMPLE, Part, Results, cached, candidate_of
+from rolegraph.algorithms.sampling_results import NOT_PASSED_ON, SAMPLE, Part, Results, cached, candidate_of
 from rolegraph.algorithms.scorers import TOTAL
 from rolegraph.algorithms.selection import data_part
 from rolegraph.batch import Batch
@@ -156,7 +156,7 @@ class Sampling(Algorithm):
             raise DataError(
                 f"algorithm.data_range={list(config.data_range or ())} is empty: the data has {len(rows)} rows in all"
             )
-        sampling_folder.check_data(folder, uids)
+        sampling_folder.check_data(folder, rows.take(places).drop(NOT_PASSED_ON - {"uid"}))
         samples: Journal | None = None
         repeats: Mapping[str, Sequence[int]] | int = config.num_return_sequences
         if config.candidates is not None:

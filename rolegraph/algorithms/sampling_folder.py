@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from rolegraph.results import write_json
 from rolegraph.role import is_scorer
 
 if TYPE_CHECKING:
+    from rolegraph.batch import Batch
     from rolegraph.config.schema import RunConfig
 
 JOURNALS = ("samples.jsonl", "candidates.jsonl")
@@ -39,12 +40,14 @@ NO_RESULT = frozenset(
     {
         *("replicas", "ranks", "gpus", "cpus", "tensor_parallel_size", "data_parallel_size"),
         *("num_sampling_batch_size", "overwrite", "shuffle"),
-        *("concurrency", "timeout_s", "deadline_s", "max_retries", "api_key_env", "base_url"),
+        *("concurrency", "timeout_s", "deadline_s", "max_retries", "api_key_env"),
         *("max_num_seqs", "kv_cache_bytes", "gpu_memory_utilization", "enable_sleep_mode", "enforce_eager"),
         *("async_workers", "rows_per_call", "workers"),
     }
 )
-"""Keys that say how fast or where, not what: a run may go on with others."""
+"""Keys that say how fast or where, not what: a run may go on with others. Another service may have another model."""
+_CHUNK = 1024
+"""Rows of the dataset that are looked at together."""
 
 
 def begin(config: RunConfig, run_dir: Path) -> str | None:
@@ -95,19 +98,25 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
     return dict(sorted(_leaves(json.loads(json.dumps(tree, default=str)))))
 
 
-def check_data(run_dir: Path, uids: Sequence[str]) -> None:
-    """The rows are those that the folder's run began with; the first time, they are written down.
+def check_data(run_dir: Path, rows: Batch) -> None:
+    """The rows are those that the folder's run began with, with the same contents; the first time, that is noted.
 
     Raises DataError where they are others.
     """
     path = run_dir / "settings.json"
     kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    digest = hashlib.sha256("\n".join(uids).encode()).hexdigest()
-    now = {"rows": len(uids), "uids": digest}
+    uids, contents = hashlib.sha256(), hashlib.sha256()
+    for start in range(0, len(rows), _CHUNK):
+        chunk = rows.take(range(start, min(start + _CHUNK, len(rows)))).fetch_sync()
+        uids.update("".join(f"{uid}\n" for uid in chunk["uid"].to_pylist()).encode())
+        for row in chunk.table.to_pylist():
+            contents.update(json.dumps(row, sort_keys=True, default=repr).encode() + b"\n")
+    now = {"rows": len(rows), "uids": uids.hexdigest(), "contents": contents.hexdigest()}
     if (before := kept.get("data", now)) != now:
+        same = "uids" if before["uids"] != now["uids"] else "contents"
         raise DataError(
             f"{run_dir} was begun with other data: {before['rows']} rows then, {now['rows']} now"
-            + (", with other uids" if before["rows"] == now["rows"] else "")
+            + (f", with other {same}" if before["rows"] == now["rows"] else "")
             + ". Give it the same data, or begin anew with algorithm.overwrite=true"
         )
     if "data" not in kept:

@@ -109,7 +109,8 @@ def faults_of(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if code and name.startswith("reward_faults/"):
             role, _, function = name.removeprefix("reward_faults/").rpartition("/")
             said = row.get(f"reward_reasons/{role}" if role else "reward_reasons") or ""
-            yield f"{role or 'orm'}: {function}: {FAULT_REASONS[code - 1]}", _short(said, _EXAMPLE)
+            reason = FAULT_REASONS[code - 1] if code <= len(FAULT_REASONS) else "other"
+            yield f"{role or 'orm'}: {function}: {reason}", _short(said, _EXAMPLE)
 
 
 def _short(reason: str, longest: int) -> str:

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from rolegraph.algorithms.sampling_config import SamplingConfig
+from rolegraph.algorithms.sampling_folder import settings_of
 from rolegraph.algorithms.sampling_results import parts_of
+from rolegraph.config import load
 from rolegraph.errors import ConfigError, DataError, RoleError
 from rolegraph.interfaces import SamplingParams
 from tests.rolegraph.samplers import STUBS, StubORM, StubSampler, dataset, lines, run_sampling
@@ -151,6 +153,28 @@ async def test_other_data_is_refused(tmp_path: Path) -> None:
     others = dataset(10, {"uid": [f"x{i}" for i in range(10)]})
     with pytest.raises(DataError, match="10 rows then, 10 now, with other uids"):
         await run_sampling(folder, CONFIG, data=others, resume=True)
+    for name, values in (
+        ("messages", [[{"role": "user", "content": f"What is {i}?"}] for i in range(10)]),
+        ("answer", ["7", *map(str, range(1, 10))]),
+        ("nested", [{"tags": ["a"] * (i % 3), "level": 0} for i in range(10)]),
+        ("new", list(range(10))),
+    ):
+        with pytest.raises(DataError, match="10 rows then, 10 now, with other contents"):
+            await run_sampling(folder, CONFIG, data=dataset(10, {name: values}), resume=True)
+    tokens = dataset(10, {"prompt_ids": [[2, i] for i in range(10)]})
+    await run_sampling(folder, CONFIG, data=tokens, resume=True)
+    assert (folder / "finished.json").exists(), "how the text is tokenised belongs to the settings"
+
+
+def test_another_service_is_another_setting(tmp_path: Path) -> None:
+    def settings(service: str, *more: str) -> dict[str, object]:
+        words = ("algorithm=sampling", "data=arithmetic", "sampler=openai", "sampler.service.model=some", *more)
+        return settings_of(load([*words, f"sampler.service.base_url={service}"]).run)
+
+    here = settings("http://here:1/v1")
+    changed = {key for key, value in settings("http://there:1/v1").items() if here[key] != value}
+    assert changed == {"sampler.service.base_url"}
+    assert settings("http://here:1/v1", "sampler.service.concurrency=3", "sampler.service.timeout_s=5") == here
 
 
 async def test_overwrite_begins_anew(tmp_path: Path) -> None:
