@@ -112,7 +112,9 @@ class Sampling(Algorithm):
             return [{name: row.get(name) for name in SAMPLE} for row in drawn]
         assert self.sampler is not None
         places, repeats = zip(*((p, r) for p, r in zip(part.rows, part.draw, strict=True) if r), strict=True)
-        rows = self.job.dataset.rows.take(places).drop(NOT_SENT)
+        rows = self.job.dataset.rows.take(places)
+        # A sampler that reads messages, not tokens, reads them as the data set had them.
+        rows = rows.drop([name for name in NOT_SENT if name != EXACT or "prompt_ids" in rows])
         if any(len(each) < self.config.num_return_sequences for each in repeats):
             rows = rows.with_columns({"repeats": [np.asarray(each, np.int32) for each in repeats]})
         # No step in the seed: which call a candidate is drawn by changes with every interruption.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -51,9 +50,7 @@ def uids_of(batch: Batch) -> list[str]:
 def prompts_of(batch: Batch, decode: Decode) -> list[Any]:
     """What the policy was asked: chat messages, else text."""
     if "messages" in batch:
-        # Chats of several shapes are carried as JSON.
-        chats = batch["messages"].to_pylist()
-        return [json.loads(chat) if isinstance(chat, str) else chat for chat in chats]
+        return list(batch["messages"].to_pylist())
     if "prompt" in batch:
         return list(batch["prompt"].to_pylist())
     return list(decode(batch["prompt_ids"].to_pylist()))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, ClassVar
 
 import pyarrow as pa
@@ -12,6 +11,7 @@ import pyarrow as pa
 from rolegraph.batch import Batch
 from rolegraph.errors import BatchError
 from rolegraph.interfaces import SamplerRole, SamplingParams
+from rolegraph.json_rows import EXACT, decode
 from rolegraph.role import RoleContext, endpoint
 from rolegraph.services.reply import Reply
 from roles.sampler.candidates import Candidates
@@ -72,15 +72,32 @@ class OpenAISampler(SamplerRole):
         )
 
     def messages(self, batch: Batch, row: int) -> list[dict[str, Any]]:
-        """What the service is sent for a row: its `messages`, else its `prompt` as the user's; override to say more."""
-        if "messages" in batch and (messages := batch["messages"][row].as_py()):
-            # Chats of several shapes are carried as JSON; a column's structs have all keys that any message has.
-            messages = json.loads(messages) if isinstance(messages, str) else messages
-            return [{key: value for key, value in message.items() if value is not None} for message in messages]
+        """What the service is sent for a row: its `messages`, else its `prompt` as the user's; override to say more.
+
+        Messages are as the data set had them where `exact_columns` tells; keys that are null are left out, for Arrow
+        gives an object those of all others.
+        """
+        exact = batch[EXACT][row].as_py() if EXACT in batch else None
+        messages = decode(exact.encode()).get("messages") if exact else None
+        if messages is None and "messages" in batch:
+            messages = batch["messages"][row].as_py()
+        if messages:
+            return [without_nulls(message) for message in messages]
         prompt = batch["prompt"][row].as_py() if "prompt" in batch else None
         if not isinstance(prompt, str):
             raise BatchError(f"row {batch['uid'][row].as_py()}: there are neither messages nor a prompt to send")
         return [{"role": "user", "content": prompt}]
+
+
+def without_nulls(value: Any) -> Any:
+    """The value without keys that are null, at any depth.
+
+    >>> without_nulls({"calls": [{"id": "a", "more": None}], "name": None})
+    {'calls': [{'id': 'a'}]}
+    """
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def request_of(sampling: SamplingParams, seed: int | None) -> dict[str, Any]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from rolegraph.batch import Batch
+from rolegraph.data import DataConfig, load
 from rolegraph.errors import BatchError, ConfigError
 from rolegraph.graph import GraphOptions, RoleGraph
 from rolegraph.host import RoleSpec
@@ -21,6 +26,7 @@ from rolegraph.services.config import ServiceConfig
 from roles.rollout.drawing import sample_seed
 from roles.sampler.config import OpenAISamplerConfig
 from roles.sampler.openai import OpenAISampler
+from tests.rolegraph.samplers import run_sampling
 from tests.stub_openai import Action, Request, StubOpenAI, cut, hang_up, raw, say, stall, status
 
 
@@ -91,15 +97,48 @@ def test_a_resumed_run_asks_for_what_is_missing_with_the_same_seeds() -> None:
     assert "repeats" not in rest
 
 
-def test_a_prompt_or_messages_as_json_are_sent_and_a_row_without_either_is_named() -> None:
+def test_a_prompt_is_sent_and_a_row_without_any_is_named() -> None:
     with StubOpenAI([say("x")]) as server, sampler(server.url) as role:
         role.sample(Batch.from_columns({"uid": ["a"], "prompt": ["say x"]}), SamplingParams())
-        text = '[{"role": "user", "content": [{"type": "text", "text": "look"}]}]'
-        role.sample(Batch.from_columns({"uid": ["a"], "messages": [text]}), SamplingParams())
         with pytest.raises(BatchError, match="row b: there are neither messages nor a prompt"):
             role.sample(Batch.from_columns({"uid": ["b"], "prompt_ids": [[1]]}), SamplingParams())
     assert server.requests[0].body["messages"] == [{"role": "user", "content": "say x"}]
-    assert server.requests[1].body["messages"][0]["content"][0]["text"] == "look"
+
+
+def call(**arguments: Any) -> dict[str, Any]:
+    """A message that calls a tool."""
+    function = {"name": "look", "arguments": arguments}
+    calls = [{"id": "c1", "type": "function", "function": function}]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+ASKED = {"role": "user", "content": "Where?"}
+ANSWERED = {"role": "tool", "content": "there", "tool_call_id": "c1"}
+CHATS: dict[str, list[list[dict[str, Any]]]] = {
+    "other keys": [[ASKED, call(city="Ulm"), ANSWERED], [ASKED, call(zip=[1]), ANSWERED], [ASKED]],
+    "other shapes": [[ASKED, call(at="Ulm"), ANSWERED], [ASKED, call(at=[1]), ANSWERED], [{**ASKED, "name": "me"}]],
+}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "source"), [("other keys", "jsonl"), ("other shapes", "jsonl"), ("other keys", "parquet")]
+)
+async def test_chats_with_tools_reach_the_service_as_the_data_had_them(
+    shapes: str, source: str, tmp_path: Path
+) -> None:
+    chats, path = CHATS[shapes], tmp_path / f"data.{source}"
+    if source == "jsonl":
+        path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    else:  # every object gets the keys of all
+        pq.write_table(pa.table({"messages": chats}), path)
+    data = load(DataConfig(source=source, path=str(path)), "none", "chat", keep_exact=True)
+    with StubOpenAI([say("x")]) as server:
+        service = ServiceConfig(base_url=server.url, model="stub", api_key_env=None)
+        settings = {"sampler": OpenAISamplerConfig(service=service)}
+        await run_sampling(tmp_path / "run", data=data, roles={"sampler": OpenAISampler}, settings=settings)
+    sent = [request.body["messages"] for request in server.requests]
+    assert len(sent) == 4 * len(chats)
+    assert all(sent.count(chat) == 4 for chat in chats)
 
 
 def test_every_candidate_of_a_bad_day_is_accounted_for() -> None:
