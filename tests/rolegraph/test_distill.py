@@ -74,9 +74,7 @@ def test_every_row_is_accounted_for_whatever_the_service_does(
     for i in (0, 1, 2, 3, 4, 5, 6):
         assert kept[f"question {i}"]["messages"][-1] == {"role": "assistant", "content": f"answer {i}"}
         assert kept[f"question {i}"]["meta"] == {"tags": ["x"] * i, **({"odd": True} if i % 2 else {})}, "as given"
-    thought = kept["question 9"]["messages"][-1]["content"]
-    assert thought.startswith("<think>three threes</think>")
-    assert thought.endswith("9")
+    assert kept["question 9"]["messages"][-1]["content"] == "<think>\nthree threes\n</think>\n\n9"
     (refused,) = [row for row in candidates if row["sample_fault"] and "prompt refused" in row["sample_fault"]]
     assert refused["response_text"] is None
     summary = json.loads((folder / "summary.json").read_text())
