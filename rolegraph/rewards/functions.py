@@ -115,26 +115,26 @@ def reasoning_gym(
 
 
 def soft_overlong(
-    completions: list[str], *, response_ids: Sequence[Sequence[int]], max_length: int = 0, cache: int = 0
-) -> list[float]:
-    """0 up to `max_length - cache` tokens, then falling to -1 at `max_length` and beyond.
+    completions: list[str], *, response_length: Sequence[int | None], max_length: int = 0, cache: int = 0
+) -> list[float | None]:
+    """0 up to `max_length - cache` tokens, then falling to -1 at `max_length` and beyond; null where nobody counted.
 
     Equation 13 of DAPO, https://arxiv.org/abs/2503.14476.
     """
     limit = max_length - cache
-    return [-min(1.0, max(0.0, (len(ids) - limit) / cache)) for ids in response_ids]
+    return [None if size is None else -min(1.0, max(0.0, (size - limit) / cache)) for size in response_length]
 
 
 def length_penalty(
     completions: list[str],
     *,
-    response_ids: Sequence[Sequence[int]],
+    response_length: Sequence[int | None],
     per_token: float = 0.001,
     free: int = 0,
     floor: float = -1.0,
-) -> list[float]:
-    """Minus `per_token` for each token past the first `free`, never below `floor`."""
-    return [max(floor, -per_token * max(0, len(ids) - free)) for ids in response_ids]
+) -> list[float | None]:
+    """Minus `per_token` for each token past the first `free`, never below `floor`; null where nobody counted."""
+    return [None if size is None else max(floor, -per_token * max(0, size - free)) for size in response_length]
 
 
 BUILTIN: dict[str, Callable[..., Any]] = {

@@ -18,7 +18,7 @@ from typing import Any
 from rolegraph.rewards.functions import BUILTIN, setting_problems
 from rolegraph.rewards.step_functions import STEP_FUNCTIONS
 
-BATCH_ARGUMENTS = ("prompts", "response_ids", "completions")
+BATCH_ARGUMENTS = ("prompts", "response_ids", "response_length", "completions")
 """What a function may ask for by name beside the completions and the dataset's columns."""
 
 
@@ -55,6 +55,32 @@ def problems(target: str, kwargs: Mapping[str, Any], plugins: Sequence[str]) -> 
     return _path_problems(target, kwargs, plugins)
 
 
+def requires(target: str, plugins: Sequence[str]) -> tuple[str, ...]:
+    """Columns that a function cannot do without, as far as source tells."""
+    if (known := builtin().get(target)) is not None:
+        parameters = list(inspect.signature(known).parameters.values())[1:]
+        return tuple(each.name for each in parameters if each.default is each.empty)
+    node = _definition(target, plugins)
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return ()
+    given = node.args
+    plain = given.args[1 : len(given.args) - len(given.defaults)]
+    named = [each for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True) if default is None]
+    return tuple(each.arg for each in (*plain, *named))
+
+
+def _definition(target: str, plugins: Sequence[str]) -> ast.AST | None:
+    """Where a function of the user's is defined; null where source does not tell."""
+    module, _, attribute = target.rpartition(".")
+    if not module:
+        return {name: node for plugin in plugins for name, node in _registered(plugin).items()}.get(target)
+    source = _module_source(module, _beside(plugins))
+    try:
+        return None if source is None else _top_level(_tree(source))[0].get(attribute)
+    except SyntaxError:
+        return None
+
+
 def is_file(plugin: str) -> bool:
     """Whether a plugin is a file that is there."""
     return plugin.endswith(".py") and Path(plugin).expanduser().is_file()
@@ -79,9 +105,7 @@ def _setting_problems(target: str, kwargs: Mapping[str, Any], names: Sequence[st
 
 def _path_problems(target: str, kwargs: Mapping[str, Any], plugins: Sequence[str]) -> list[str]:
     module, _, attribute = target.rpartition(".")
-    # A plugin's file is a module by its own name, and sees those beside it.
-    beside = [str(Path(plugin).expanduser().parent) for plugin in plugins if plugin.endswith(".py")]
-    source = _module_source(module, beside)
+    source = _module_source(module, _beside(plugins))
     if source is None:
         problem = _module_problem(module)
         return [f"{problem} (for {target!r})"] if problem else []
@@ -93,6 +117,11 @@ def _path_problems(target: str, kwargs: Mapping[str, Any], plugins: Sequence[str
     if attribute not in names:
         return [f"{source} defines no {attribute!r}; {nearest(attribute, names)}"] if certain else []
     return _source_problems(target, kwargs, names[attribute])
+
+
+def _beside(plugins: Sequence[str]) -> list[str]:
+    # A plugin's file is a module by its own name, and sees those beside it.
+    return [str(Path(plugin).expanduser().parent) for plugin in plugins if plugin.endswith(".py")]
 
 
 def _source_problems(target: str, kwargs: Mapping[str, Any], node: ast.AST | None) -> list[str]:

@@ -51,6 +51,7 @@ def faults(*overrides: str) -> str:
             "ranks by scores, and every weight in algorithm.score_weights is 0",
         ),
         (["algorithm.score_weights={prm: 2}", *ORM], "score_weights names `prm`, and the reward roles of this run are"),
+        (["orm.skip_special_tokens=false", *ORM], "orm.skip_special_tokens=false needs token ids, and Sampling scores"),
         (["max_steps=10"], "max_steps=10 has no effect: Sampling goes over its rows once"),
         (["sampler=null"], "Sampling needs a sampler, or candidates of an earlier run"),
         (["algorithm.candidates=conf"], "has responses already, and sampler draws others: set sampler=null"),
@@ -78,6 +79,47 @@ def faults(*overrides: str) -> str:
 )
 def test_what_would_be_ignored_or_cannot_be_is_refused(overrides: list[str], said: str) -> None:
     assert said in faults(*overrides)
+
+
+LENGTHS = """
+from rolegraph.rewards import reward
+
+@reward("tokens")
+def counted(completions, response_ids, bonus=1):
+    return [len(ids) for ids in response_ids]
+
+def keyed(completions, *, answer, response_ids):
+    return [len(ids) for ids in response_ids]
+
+def if_there(completions, *, response_ids=None, response_length):
+    return response_length
+"""
+
+
+@pytest.mark.parametrize(
+    ("functions", "scorer", "refused"),
+    [
+        ("[tokens]", "orm", "reward.reward_funcs: tokens reads response_ids"),
+        ("[exact_match, my_lengths.keyed]", "orm", "reward.reward_funcs: my_lengths.keyed reads response_ids"),
+        ("[my_lengths.keyed]", "prm", "prm.reward_funcs: my_lengths.keyed reads response_ids"),
+        ("[my_lengths.if_there]", "orm", None),
+        ("[length_penalty, {_target_: soft_overlong, max_length: 9, cache: 3}]", "orm", None),
+    ],
+)
+def test_functions_that_read_tokens_are_refused_before_anything_starts(
+    tmp_path: Path, functions: str, scorer: str, refused: str | None
+) -> None:
+    plugin = tmp_path / "my_lengths.py"
+    plugin.write_text(LENGTHS)
+    if scorer == "orm":
+        words = ["orm=functions", "reward=exact_match"]
+        words += [f"reward.reward_funcs={functions}", f"+reward.external_plugins=[{plugin}]"]
+    else:
+        words = ["prm=functions", f"prm.reward_funcs={functions}", f"+prm.external_plugins=[{plugin}]"]
+    if refused is None:
+        run_of(*words)
+    else:
+        assert f"{refused}, and Sampling scores candidates as their text: let it read response_length" in faults(*words)
 
 
 def test_defaults_are_a_run() -> None:

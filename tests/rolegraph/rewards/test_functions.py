@@ -105,11 +105,12 @@ def test_reasoning_gym_asks_the_task_of_the_row() -> None:
 
 
 def test_soft_overlong_falls_over_the_last_tokens() -> None:
-    ids = [[0] * length for length in (0, 6, 8, 10, 12)]
-    assert soft_overlong([""] * 5, response_ids=ids, max_length=10, cache=4) == [0.0, 0.0, -0.5, -1.0, -1.0]
+    lengths = (0, 6, 8, 10, 12, None)
+    expected = [0.0, 0.0, -0.5, -1.0, -1.0, None]
+    assert soft_overlong([""] * 6, response_length=lengths, max_length=10, cache=4) == expected
 
 
 def test_length_penalty_is_free_at_first_and_bounded() -> None:
-    ids = [[0] * length for length in (0, 10, 14, 1000)]
-    scores = length_penalty([""] * 4, response_ids=ids, per_token=0.01, free=10, floor=-0.5)
-    assert scores == pytest.approx([0.0, 0.0, -0.04, -0.5])
+    lengths = (0, 10, 14, 1000, None)
+    scores = length_penalty([""] * 5, response_length=lengths, per_token=0.01, free=10, floor=-0.5)
+    assert scores == [0.0, 0.0, pytest.approx(-0.04), -0.5, None]
