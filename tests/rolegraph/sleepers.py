@@ -12,6 +12,7 @@ import numpy as np
 
 from rolegraph.algorithms.config import GRPOConfig
 from rolegraph.algorithms.grpo import GRPO
+from rolegraph.algorithms.scorers import Scorers
 from rolegraph.batch import Batch
 from rolegraph.data import Dataset
 from rolegraph.data.report import Report
@@ -135,8 +136,9 @@ async def run_grpo(
         train, rollout = graph.handle("train", TrainRole), graph.handle("rollout", RolloutRole)
         sync = WeightSync(train, [rollout], drain=config.on_sync == "drain")
         run_config: Any = type("Config", (), {"seed": 0, "max_steps": steps})
-        job = Run(run_config, Dataset(rows, cast(Report, None)), telemetry, sync, TurnTaker())
+        scorers = Scorers({"orm": graph.handle("orm", ORMRole)})
+        job = Run(run_config, Dataset(rows, cast(Report, None)), telemetry, sync, TurnTaker(), scorers=scorers)
         algorithm = GRPO(config, job)
-        algorithm.train, algorithm.rollout, algorithm.orm = train, rollout, graph.handle("orm", ORMRole)
+        algorithm.train, algorithm.rollout = train, rollout
         await algorithm.run()
     return folder
