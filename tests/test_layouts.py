@@ -20,6 +20,8 @@ LAYOUTS = Path(__file__).parents[1] / "examples" / "layouts"
 NAMES = ("grpo_async", "grpo_colocate", "grpo_separate")
 EIGHT_GPUS = Inventory((Node("node0", tuple(range(8)), 64.0),))
 ON_A_CPU = ("train.ranks=1", "rollout.replicas=1", "model=tiny", "data.size=200", "placement.device=cpu")
+IN_FULL = "rollout.dtype=float32"
+"""As the trainer computes on a CPU; by itself an engine draws in bfloat16 where the CPU multiplies that."""
 
 SLOW_TO_GENERATE = (
     "algorithm.global_batch_size=32",
@@ -54,7 +56,7 @@ def test_each_is_planned_for_gpus(name: str, capsys: pytest.CaptureFixture[str])
 
 
 def run_layout(name: str, *overrides: str, folder: Path) -> Finished:
-    words = ("--config-dir", str(LAYOUTS), f"experiment={name}", *ON_A_CPU, *SLOW_TO_GENERATE)
+    words = ("--config-dir", str(LAYOUTS), f"experiment={name}", *ON_A_CPU, IN_FULL, *SLOW_TO_GENERATE)
     return run(*words, *overrides, folder=folder)
 
 

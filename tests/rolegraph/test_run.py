@@ -20,6 +20,7 @@ EXACT = (
     "max_steps=4",
     "algorithm.num_iterations=2",
     "algorithm.beta=0.5",
+    "rollout.dtype=float32",  # as the trainer, also where the CPU multiplies bfloat16
     "train.lr=3e-3",
     "algorithm.warm_start={max_steps: 20, lr: 3e-3}",
     "logger.samples_every=1",
