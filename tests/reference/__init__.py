@@ -9,6 +9,7 @@ CASES: dict[str, list[str]] = {
     "sft": ["algorithm=sft"],
     "pt": ["algorithm=pt", "data=jsonl", "data.path=texts.jsonl"],
     "quickstart": ["experiment=quickstart"],
+    "sampling": ["experiment=sampling_smollm2"],
 }
 FOLDER = Path(__file__).parent
 
