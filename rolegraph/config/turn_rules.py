@@ -81,6 +81,12 @@ def turns_make_room(run: RunConfig) -> Iterator[str]:
     if run.placement.sleep_level:
         for role in engines:
             yield from _sleeps(run, role, is_synced=role == "rollout" and "train" in kinds)
+    for role in sharing_devices(PRMRole, ORMRole) if run.placement.offload_reward_model else []:
+        if getattr(run.roles[role].config, "enable_sleep_mode", None) is False:
+            yield (
+                f"{role}.enable_sleep_mode=false contradicts placement.offload_reward_model=true: remove it, or set "
+                "placement.offload_reward_model=false"
+            )
 
 
 def _sleeps(run: RunConfig, role: str, *, is_synced: bool) -> Iterator[str]:

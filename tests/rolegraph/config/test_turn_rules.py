@@ -132,3 +132,18 @@ def test_an_engine_on_a_gpu_starts_in_sleep_mode_where_it_is_to_sleep(overrides:
         settled = settle(run, plan(inventory, requests(run.roles), run.placement))
         found[name] = settled.roles["rollout"].config.enable_sleep_mode
     assert found == {"gpu": wanted, "cpu": run.roles["rollout"].config.enable_sleep_mode}
+
+
+def test_a_reward_model_on_an_engine_that_cannot_sleep() -> None:
+    overrides = [
+        "algorithm=grpo",
+        "reward=null",
+        "orm=vllm",
+        "orm.model=/somewhere",
+        "placement.offload_reward_model=true",
+    ]
+    with pytest.raises(
+        ConfigError, match=r"orm\.enable_sleep_mode=false contradicts placement\.offload_reward_model=true"
+    ):
+        load([*overrides, "orm.enable_sleep_mode=false"])
+    load(overrides)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,20 @@ def test_a_token_across_two_steps_belongs_to_the_first() -> None:
         [],
         [],
     ]
+
+
+def test_a_prefix_that_ends_inside_a_character_never_counts() -> None:
+    def decode(rows: Sequence[Sequence[int]]) -> list[str]:
+        """Of bytes, as decoders with a byte fallback do it: a mark for each byte that makes no character yet."""
+        texts = []
+        for row in rows:
+            whole = bytes(row).decode(errors="ignore")
+            texts.append(whole + "\ufffd" * (len(row) - len(whole.encode())))
+        return texts
+
+    text = "\U0001f600\n\nb\n\n\u00e9"
+    assert decode([list(text.encode()[:3])]) == ["\ufffd" * 3], "as long as the first step with what follows it"
+    assert step_ends([list(text.encode())], [text], decode) == [[6, 9, 11]]
 
 
 def test_a_text_of_other_tokens_is_named(tokenizer: object) -> None:

@@ -136,6 +136,20 @@ def test_of_a_vocabulary_only_the_answers_leave_the_device(
     assert set(widths) == {2}
 
 
+def test_a_question_that_has_the_same_text(folders: dict[str, str]) -> None:
+    from transformers import AutoModelForTokenClassification, AutoTokenizer
+
+    folder = folders["TokenClassification"]
+    batch = Batch.from_columns({"uid": ["r"], "prompt": [f"say ok{TAG}"], "response_text": ["ok"]})
+    found = scored(role_of(folder), batch)
+    ids = AutoTokenizer.from_pretrained(folder)(
+        f"<|user|>say ok{TAG}<|end|><|assistant|>ok{TAG}", return_tensors="pt", add_special_tokens=False
+    )["input_ids"]
+    with torch.no_grad():
+        logits = AutoModelForTokenClassification.from_pretrained(folder, dtype=torch.float32)(ids).logits
+    assert found["step_scores"][0] == pytest.approx([logits[0, -1].softmax(-1)[1].item()], abs=1e-5)
+
+
 def test_rows_without_steps_and_rows_too_long(folders: dict[str, str]) -> None:
     role = role_of(folders["TokenClassification"], max_length=40)
     texts = ["ok\n\nfine", "", None, "word " * 30]
