@@ -171,7 +171,8 @@ class Sampling(Algorithm):
         results = Results(folder, rows, places, repeats, config.rules(self.job.config.roles), samples)
         for journal in (results.samples, results.candidates):
             if journal.torn:
-                self.job.telemetry.event(f"{journal.path.name}: the last line was cut short, and is made again")
+                what = "is made again" if journal.path.parent == folder else "is passed over"
+                self.job.telemetry.event(f"{journal.path.name}: the last line was cut short, and {what}")
         if len(results.candidates):
             self.job.telemetry.event(f"going on: {len(results.candidates)} candidates are done")
         results.begin()

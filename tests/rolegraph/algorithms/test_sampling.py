@@ -276,6 +276,30 @@ async def test_scores_are_not_written_beside_the_candidates_they_are_of(tmp_path
     assert (first / "samples.jsonl").exists()
 
 
+class Losing(STUBS["sampler"]):  # type: ignore[name-defined, misc]
+    """Forgets the last candidate of a call."""
+
+    def sample(self, batch, sampling):  # type: ignore[no-untyped-def, override]
+        return super().sample(batch, sampling).slice(0, -1)
+
+
+class Doubling(STUBS["orm"]):  # type: ignore[name-defined, misc]
+    """Gives the first row twice, in place of the last."""
+
+    def score(self, batch):  # type: ignore[no-untyped-def, override]
+        return super().score(batch).take([0, *range(len(batch) - 1)])
+
+
+async def test_a_role_that_gives_back_other_candidates_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"gave back 11 candidates for 12, and not the same ones \(first: \('q2', 3\)\)"
+    ):
+        await run_sampling(tmp_path / "lost", rows=3, roles={"sampler": Losing})
+    assert not (tmp_path / "lost" / "samples.jsonl").read_text(), "nothing of it is kept"
+    with pytest.raises(DataError, match="a role returns a row a candidate, with its uid and repeat"):
+        await run_sampling(tmp_path / "doubled", rows=3, roles={"sampler": STUBS["sampler"], "orm": Doubling})
+
+
 # ----- whose turn it is -----
 
 
