@@ -7,7 +7,8 @@ import fcntl
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -107,3 +108,40 @@ def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]], *, columns: Seq
     with replacing(path) as part:
         pq.write_table(table, part)
     return [f"{path.name}: {note}" for note in notes]
+
+
+PARQUET_ROWS = 4096
+"""Rows that are held at once, where the types of the columns allow it."""
+
+
+def stream_parquet(
+    path: Path, rows: Callable[[], Iterable[Mapping[str, Any]]], *, columns: Sequence[str] = ()
+) -> list[str]:
+    """`write_parquet` of rows that are made twice, to learn the types of the columns and to write them, and never held.
+
+    Where different rows would give a column types that do not go together, all are held after all.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from rolegraph.data.columns import to_columns
+
+    def tables() -> Iterator[Any]:
+        made = iter(rows())
+        while chunk := list(islice(made, PARQUET_ROWS)):
+            names = dict.fromkeys(name for row in chunk for name in row)
+            yield pa.table(cast(Any, to_columns({name: [row.get(name) for row in chunk] for name in names}, notes)))
+
+    notes: list[str] = []
+    try:
+        schemas = list(dict.fromkeys(table.schema for table in tables()))
+        schema = pa.unify_schemas(schemas)
+        notes.clear()
+        with replacing(path) as part, pq.ParquetWriter(part, schema) as writer:
+            for table in tables():
+                held = {name: table.column(name) for name in table.column_names}
+                nulls = {field.name: pa.nulls(len(table), field.type) for field in schema if field.name not in held}
+                writer.write_table(pa.table({**held, **nulls}).select(schema.names).cast(schema))
+    except pa.ArrowException:
+        return write_parquet(path, list(rows()), columns=columns)
+    return [f"{path.name}: {note}" for note in dict.fromkeys(notes)]

@@ -14,7 +14,7 @@ from rolegraph.batch import Batch
 from rolegraph.errors import DataError
 from rolegraph.journal import Journal, Key
 from rolegraph.json_rows import EXACT, Row, decode, encode_plain
-from rolegraph.results import write_jsonl, write_parquet
+from rolegraph.results import stream_parquet, write_jsonl
 
 SAMPLE = ("uid", "repeat", "response_text", "finish_reason", "response_length", "sample_fault")
 """What is written of a draw."""
@@ -161,8 +161,11 @@ class Results:
             f"{self.path.name}: {name} held NaN or infinite numbers in {count} rows, written as null"
             for name, count in lost.items()
         ]
-        every = list(self._results(self._places, Tally(self.scorers)))
-        notes += write_parquet(self.path.with_suffix(".parquet"), every, columns=("uid", "repeat", "messages"))
+        notes += stream_parquet(
+            self.path.with_suffix(".parquet"),
+            lambda: self._results(self._places, Tally(self.scorers)),
+            columns=("uid", "repeat", "messages"),
+        )
         return tally, notes
 
     def close(self) -> None:

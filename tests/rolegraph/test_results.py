@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from rolegraph import results
 from rolegraph.results import replacing, write_json, write_jsonl, write_parquet
 
 
@@ -59,3 +60,28 @@ def test_parquet_keeps_types_and_says_what_became_text(tmp_path: Path) -> None:
     write_parquet(path, [], columns=["uid", "messages"])
     assert pq.read_table(path).column_names == ["uid", "messages"]
     assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_streamed"),
+    [
+        ([{"uid": str(i), "tags": ["x"] * (i % 3), "meta": {"level": i}} for i in range(10)], True),
+        ([{"uid": str(i), **({"late": i} if i > 4 else {})} for i in range(10)], True),
+        ([{"uid": str(i), "mixed": i if i < 5 else "five"} for i in range(10)], False),
+        ([{"uid": str(i), "meta": {"even": i} if i < 5 else {"odd": i}} for i in range(10)], True),
+        ([], False),
+    ],
+    ids=["nested", "a late column", "mixed", "structs of other keys", "none"],
+)
+def test_rows_that_are_not_held_give_the_same_parquet(
+    rows: list[dict[str, Any]], is_streamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results, "PARQUET_ROWS", 3)
+    whole, streamed = tmp_path / "whole.parquet", tmp_path / "streamed.parquet"
+    results.write_parquet(whole, rows, columns=("uid",))
+    held: list[int] = []
+    write = results.write_parquet
+    monkeypatch.setattr(results, "write_parquet", lambda *args, **more: (held.append(1), write(*args, **more))[1])
+    results.stream_parquet(streamed, lambda: iter(rows), columns=("uid",))
+    assert pq.read_table(streamed).equals(pq.read_table(whole))
+    assert bool(held) != is_streamed
