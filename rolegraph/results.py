@@ -7,13 +7,15 @@ import fcntl
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
 from rolegraph.errors import ConfigError
 from rolegraph.json_rows import encode_plain
+
+if TYPE_CHECKING:
+    from rolegraph.data.column_types import ColumnTypes
 
 
 def lock(file: int) -> bool:
@@ -92,56 +94,23 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> Counter[str]:
     return lost
 
 
-def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]], *, columns: Sequence[str] = ()) -> list[str]:
-    """Rows as Parquet, whole or not there; `columns` are those of a file without rows.
+def write_parquet(path: Path, rows: Callable[[], Iterable[Mapping[str, Any]]], types: ColumnTypes) -> list[str]:
+    """Rows as Parquet, whole or not there, a row group at a time.
+
+    Args:
+        rows: gives them, the same each time it is called.
+        types: has watched them.
 
     Returns notes on columns whose values were of several types and are carried as text, each with the file's name.
     """
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from rolegraph.data.columns import to_columns
+    from rolegraph.data.column_types import MisfitError, chunks
 
-    notes: list[str] = []
-    names = list(dict.fromkeys([*columns, *(name for row in rows for name in row)]))
-    table = pa.table(cast(Any, to_columns({name: [row.get(name) for row in rows] for name in names}, notes)))
-    with replacing(path) as part:
-        pq.write_table(table, part)
-    return [f"{path.name}: {note}" for note in notes]
-
-
-PARQUET_ROWS = 4096
-"""Rows that are held at once, where the types of the columns allow it."""
-
-
-def stream_parquet(
-    path: Path, rows: Callable[[], Iterable[Mapping[str, Any]]], *, columns: Sequence[str] = ()
-) -> list[str]:
-    """`write_parquet` of rows that are made twice, to learn the types of the columns and to write them, and never held.
-
-    Where different rows would give a column types that do not go together, all are held after all.
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    from rolegraph.data.columns import to_columns
-
-    def tables() -> Iterator[Any]:
-        made = iter(rows())
-        while chunk := list(islice(made, PARQUET_ROWS)):
-            names = dict.fromkeys(name for row in chunk for name in row)
-            yield pa.table(cast(Any, to_columns({name: [row.get(name) for row in chunk] for name in names}, notes)))
-
-    notes: list[str] = []
-    try:
-        schemas = list(dict.fromkeys(table.schema for table in tables()))
-        schema = pa.unify_schemas(schemas)
-        notes.clear()
-        with replacing(path) as part, pq.ParquetWriter(part, schema) as writer:
-            for table in tables():
-                held = {name: table.column(name) for name in table.column_names}
-                nulls = {field.name: pa.nulls(len(table), field.type) for field in schema if field.name not in held}
-                writer.write_table(pa.table({**held, **nulls}).select(schema.names).cast(schema))
-    except pa.ArrowException:
-        return write_parquet(path, list(rows()), columns=columns)
-    return [f"{path.name}: {note}" for note in dict.fromkeys(notes)]
+    while True:
+        with contextlib.suppress(MisfitError), replacing(path) as part:
+            with pq.ParquetWriter(part, types.schema) as writer:
+                for chunk in chunks(rows()):
+                    writer.write_table(types.table(chunk))
+            break
+    return [f"{path.name}: {note}" for note in types.notes]

@@ -14,7 +14,7 @@ from rolegraph.batch import Batch
 from rolegraph.errors import DataError
 from rolegraph.journal import Journal, Key
 from rolegraph.json_rows import EXACT, Row, decode, encode_plain
-from rolegraph.results import stream_parquet, write_jsonl
+from rolegraph.results import write_jsonl, write_parquet
 
 SAMPLE = ("uid", "repeat", "response_text", "finish_reason", "response_length", "sample_fault")
 """What is written of a draw."""
@@ -155,18 +155,19 @@ class Results:
 
     def finish(self) -> tuple[Tally, list[str]]:
         """Write all results anew, in the order of the data; returns what became of the rows, and notes."""
-        tally = Tally(self.scorers)
-        lost = write_jsonl(self.path, self._results(self._places, tally))
+        from rolegraph.data.column_types import ColumnTypes
+
+        tally, types = Tally(self.scorers), ColumnTypes(("uid", "repeat", "messages"))
+        lost = write_jsonl(self.path, types.watch(self._results(self._places, tally)))
         notes = [
             f"{self.path.name}: {name} held NaN or infinite numbers in {count} rows, written as null"
             for name, count in lost.items()
         ]
-        notes += stream_parquet(
-            self.path.with_suffix(".parquet"),
-            lambda: self._results(self._places, Tally(self.scorers)),
-            columns=("uid", "repeat", "messages"),
-        )
-        return tally, notes
+
+        def again() -> Iterator[Row]:
+            return self._results(self._places, Tally(self.scorers))
+
+        return tally, notes + write_parquet(self.path.with_suffix(".parquet"), again, types)
 
     def close(self) -> None:
         """Close the journals."""

@@ -58,22 +58,22 @@ def _same(value: Any, again: Any) -> bool:
 def _array(name: str, values: list[Any], notes: list[str]) -> pa.Array:
     try:
         array = _settled(pa.array(values))
-        if _holds(array.type):
+        if holds(array.type):
             return array
     except (pa.ArrowException, TypeError, OverflowError):
         pass
     kinds = {type(value) for value in values if value is not None}
     listed = ", ".join(sorted(kind.__name__ for kind in kinds))
-    exact = not any(isinstance(value, int) and abs(value) > 2**53 for value in values)
+    exact = not any(map(large, values))
     if kinds <= {int, float} and exact:
         return pa.array([None if value is None else float(value) for value in values], pa.float64())
     if kinds <= {bool, int, float, str}:
         notes.append(f"column {name!r} holds {listed}: carried as text")
-        return pa.array([_as_text(value) for value in values], pa.string())
+        return pa.array([as_text(value) for value in values], pa.string())
     if name == "messages":
         return _messages(values, notes)
     notes.append(f"column {name!r} holds values of several shapes ({listed}): carried as JSON text")
-    return pa.array([_as_json(value) for value in values], pa.string())
+    return pa.array([as_json(value) for value in values], pa.string())
 
 
 def _messages(values: list[Sequence[Mapping[str, Any]] | None], notes: list[str]) -> pa.Array:
@@ -81,27 +81,34 @@ def _messages(values: list[Sequence[Mapping[str, Any]] | None], notes: list[str]
     notes.append("messages have keys whose values are of several shapes: these are carried as JSON text")
     plain = ("role", "content")
     chats = [
-        chat and [{key: item if key in plain else _as_json(item) for key, item in turn.items()} for turn in chat]
+        chat and [{key: item if key in plain else as_json(item) for key, item in turn.items()} for turn in chat]
         for chat in values
     ]
     return pa.array(chats)
 
 
-def _as_json(value: Any) -> str | None:
+def large(value: Any) -> bool:
+    """Whether this is a whole number that a float does not hold."""
+    return isinstance(value, int) and abs(value) > 2**53
+
+
+def as_json(value: Any) -> str | None:
+    """A value as JSON text; null for null."""
     return None if value is None else json.dumps(value, default=str)
 
 
-def _as_text(value: Any) -> str | None:
+def as_text(value: Any) -> str | None:
+    """A text, number or truth value as text; null for what is missing."""
     if value is None or (isinstance(value, float) and math.isnan(value)):  # a text that is missing
         return None
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _holds(kind: pa.DataType, room: int = DEEPEST) -> bool:
+def holds(kind: pa.DataType, room: int = DEEPEST) -> bool:
     """Whether a column of this type can be sent and written: not too deep, and no struct without a field."""
     if pa.types.is_struct(kind):
-        return room > 0 and kind.num_fields > 0 and all(_holds(field.type, room - 1) for field in kind)
-    return not pa.types.is_list(kind) or (room > 0 and _holds(kind.value_type, room - 1))
+        return room > 0 and kind.num_fields > 0 and all(holds(field.type, room - 1) for field in kind)
+    return not pa.types.is_list(kind) or (room > 0 and holds(kind.value_type, room - 1))
 
 
 def _settled(array: pa.Array | pa.ChunkedArray) -> pa.Array:

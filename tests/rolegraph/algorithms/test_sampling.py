@@ -14,6 +14,7 @@ from rolegraph.algorithms.sampling_config import SamplingConfig
 from rolegraph.algorithms.sampling_results import candidate_of
 from rolegraph.algorithms.sampling_summary import Tally
 from rolegraph.algorithms.selection import Rules, select
+from rolegraph.data import column_types
 from rolegraph.errors import ConfigError, DataError
 from rolegraph.interfaces import FAULT_REASONS
 from rolegraph.json_rows import EXACT
@@ -105,9 +106,14 @@ def test_faults_are_counted_by_their_kind_not_by_what_each_one_says() -> None:
     assert tally.fault_examples["orm_judge: judge: unparsable"] == "judge: unparsable: 0"
 
 
-async def test_results_are_kept_as_parquet_with_their_nested_columns(tmp_path: Path) -> None:
+async def test_results_are_kept_as_parquet_with_their_nested_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(column_types, "CHUNK", 3)
     folder = await run_sampling(tmp_path / "run", EIGHT)
-    assert pq.read_table(folder / "kept.parquet").to_pylist() == lines(folder / "kept.jsonl")
+    kept = lines(folder / "kept.jsonl")
+    assert pq.read_table(folder / "kept.parquet").to_pylist() == kept
+    assert pq.ParquetFile(folder / "kept.parquet").num_row_groups == -(-len(kept) // 3) > 1, "few rows at a time"
 
 
 async def test_columns_come_out_as_the_dataset_had_them(tmp_path: Path) -> None:
