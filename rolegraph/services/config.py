@@ -28,8 +28,9 @@ class ServiceConfig:
     """Seconds for a request with all its attempts and the waits between them."""
     max_retries: int = 5
     """Further attempts after a fault that may pass: 5xx, 429, a broken connection, no answer in time, an answer that
-    is no chat completion. Two use up none: a 429 that says how long to wait (Retry-After), and a connection that
-    nobody takes; the deadline ends both, and the run with the second."""
+    is no chat completion. Two use up none: a 429 that says how long to wait (Retry-After), and a service that is away,
+    which is one that takes no connection, or for which a gateway answers 502, 503 or 504 to everything, its list of
+    models too. The deadline ends both, and the run with the second."""
     extra_body: dict[str, Any] = field(default_factory=dict)
     """Further fields of each request, in place of those the role sets; null leaves a field out, as in
     `{max_tokens: null, max_completion_tokens: 4096}`."""

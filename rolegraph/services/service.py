@@ -29,6 +29,10 @@ FIRST_WAIT_S = 0.5
 LONGEST_WAIT_S = 30.0
 """Waits between attempts double from the first to the longest; each is cut by up to a half at random, so that requests
 that failed together do not come back together."""
+LONGEST_CONNECT_S = 10.0
+"""Until a connection counts as one that nobody takes, if `timeout_s` is not less than twice that."""
+GATEWAY = frozenset({502, 503, 504})
+"""How a gateway says that the service behind it is away; and how a service says that it is busy."""
 
 
 @dataclass
@@ -42,10 +46,14 @@ class _Seen:
     """Attempts that used up a retry."""
     is_away: bool = False
     """Whether nobody took the newest."""
+    may_be_away: bool = False
+    """Whether a gateway took the newest, and perhaps nobody behind it."""
+    was_gone: bool = False
+    """Whether nobody was there when that was looked at last."""
 
-    def note(self, fault: str, *, counts: bool = True, is_away: bool = False) -> None:
+    def note(self, fault: str, *, counts: bool = True, is_away: bool = False, may_be_away: bool = False) -> None:
         """One more attempt has failed."""
-        self.fault, self.is_away = fault, is_away
+        self.fault, self.is_away, self.may_be_away = fault, is_away, may_be_away
         self.attempts += 1
         self.failed += counts
 
@@ -58,7 +66,7 @@ class Service:
     """
 
     def __init__(self, config: ServiceConfig) -> None:
-        from openai import AsyncOpenAI
+        from openai import AsyncOpenAI, Timeout
 
         self.config = config
         self._loop = asyncio.new_event_loop()
@@ -70,7 +78,7 @@ class Service:
             base_url=config.base_url,
             # Without a key the package would look for one by itself, and send it to whoever answers there.
             api_key=config.api_key() or "none",
-            timeout=config.timeout_s,
+            timeout=Timeout(config.timeout_s, connect=min(LONGEST_CONNECT_S, config.timeout_s / 2)),
             max_retries=0,
         )
         self._thread = threading.Thread(target=self._loop.run_forever, name="service", daemon=True)
@@ -175,7 +183,7 @@ class Service:
                     return await self._attempts(attempt, seen, is_check=is_check)
             except TimeoutError:
                 words = f"no answer within deadline_s={self.config.deadline_s:g}; at last {seen.fault}"
-                if seen.is_away:
+                if seen.is_away or await self._is_or_was_away(seen):
                     raise ServiceError(f"{self.config.base_url}: {words}: is the service still running?") from None
                 return Reply.of_fault(words)
 
@@ -186,7 +194,7 @@ class Service:
             reply = await self._once(attempt, seen, is_check=is_check)
             if reply is not None:
                 return reply
-            if seen.failed > self.config.max_retries:
+            if seen.failed > self.config.max_retries and not await self._is_or_was_away(seen):
                 return Reply.of_fault(f"{seen.fault} (after {seen.failed} attempts)")
             if self._quiet_until - time.monotonic() < FIRST_WAIT_S:
                 # Told to come back at once, again and again: what was told is not enough.
@@ -207,13 +215,17 @@ class Service:
             if wait_s is not None:
                 self._quiet_until = max(self._quiet_until, time.monotonic() + wait_s)
             is_told = wait_s is not None and error.status_code == 429
-            seen.note(f"HTTP {error.status_code}: {_words(error)}", counts=not is_told)
-        except (TimeoutError, openai.APITimeoutError):
+            may_be_away = error.status_code in GATEWAY and not is_check
+            seen.note(f"HTTP {error.status_code}: {_words(error)}", counts=not is_told, may_be_away=may_be_away)
+        except TimeoutError:
             seen.note(f"no answer within timeout_s={self.config.timeout_s:g}")
         except openai.APIConnectionError as error:
             cause = error.__cause__ or error
-            # By this name the client says that nobody takes the call: no fault of the request.
-            is_away = type(cause).__name__ == "ConnectError" and not is_check
+            # By these names the client says that nobody takes the call: no fault of the request.
+            is_away = type(cause).__name__ in ("ConnectError", "ConnectTimeout") and not is_check
+            if isinstance(error, openai.APITimeoutError) and not is_away:
+                seen.note(f"no answer within timeout_s={self.config.timeout_s:g}")
+                return None
             words = shorten(f"{type(cause).__name__} {cause}")
             seen.note(f"the connection failed: {words}", counts=not is_away, is_away=is_away)
         except BadAnswerError as error:
@@ -224,6 +236,25 @@ class Service:
             # Lone surrogates and the like: the request was never sent.
             return Reply.of_fault(f"the request cannot be written as JSON: {error}")
         return None
+
+    async def _is_or_was_away(self, seen: _Seen) -> bool:
+        """Whether the service is away, or was so far, and no request is at fault: it answers nothing else either."""
+        import openai
+
+        if not seen.may_be_away:
+            return False
+        was_gone, seen.was_gone = seen.was_gone, False
+        try:
+            async with asyncio.timeout(min(self.config.timeout_s, LONGEST_CONNECT_S)):
+                await self._client.get("/models", cast_to=str)
+        except openai.APIStatusError as error:
+            seen.was_gone = error.status_code in GATEWAY
+        except (TimeoutError, openai.APIConnectionError):
+            seen.was_gone = True
+        if not (seen.was_gone or was_gone):
+            return False
+        seen.failed = 0  # it has all its attempts when the service is back
+        return True
 
     async def _wait_until_welcome(self) -> None:
         """Wait where the service asked for it, and a little more, so that not all come back at once."""

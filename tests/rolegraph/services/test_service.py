@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import subprocess
 import sys
 import threading
@@ -35,6 +36,23 @@ def ask(server: StubOpenAI, messages: Any = ASKED, request: dict[str, Any] | Non
     """One request to a service with these settings."""
     with Service(ServiceConfig(base_url=server.url, model="stub", **{"api_key_env": None} | settings)) as service:
         return service.run([lambda: service.chat(messages, **request or {})])[0]
+
+
+def ask_many(server: StubOpenAI, count: int, **settings: Any) -> list[Reply]:
+    """The same request several times."""
+    with Service(ServiceConfig(base_url=server.url, model="stub", **{"api_key_env": None} | settings)) as service:
+        return service.run([lambda: service.chat(ASKED)] * count)
+
+
+class Timer:
+    """Whether some seconds are over since it was made."""
+
+    def __init__(self, seconds: float) -> None:
+        self.until = time.monotonic() + seconds
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() >= self.until
 
 
 def test_what_is_asked_and_what_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,6 +187,44 @@ def test_a_service_that_goes_away_is_waited_for_and_then_ends_the_run() -> None:
         back.start()
         assert service.run([lambda: service.chat(ASKED)])[0].text == "5"
         again.__exit__()
+
+
+@pytest.mark.parametrize("code", [502, 503, 504])
+def test_a_service_that_is_away_behind_a_gateway_is_waited_for_and_then_ends_the_run(code: int) -> None:
+    here = Timer(0.6)
+    with StubOpenAI(lambda _: say("4") if here.is_over else status(code)) as server:
+        server.models = lambda handler: (status(200) if here.is_over else status(code))(handler)
+        replies = ask_many(server, 3, max_retries=1)
+        assert [reply.text for reply in replies] == ["4"] * 3
+    with (
+        StubOpenAI([status(code)], models=status(code)) as server,
+        pytest.raises(ServiceError, match=rf"no answer within deadline_s=0.5; .*HTTP {code}.* still running\?"),
+    ):
+        ask(server, timeout_s=0.5, deadline_s=0.5, max_retries=0)
+
+
+@pytest.mark.parametrize("models", [None, status(404), status(401), status(500)])
+def test_a_request_that_a_gateway_fails_alone_is_the_rows_fault(models: Action | None) -> None:
+    with StubOpenAI([status(502)], models=models) as server:
+        assert ask(server, max_retries=1).fault == "HTTP 502: as scripted (after 2 attempts)"
+        assert "deadline" in (ask(server, max_retries=10**6, timeout_s=0.3, deadline_s=0.3).fault or "")
+
+
+def test_a_service_that_does_not_take_connections_is_away() -> None:
+    """A full queue of connections is silent, as a machine that is down is."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listening:
+        address = listening.getsockname()
+        waiting = [socket.socket() for _ in range(4)]
+        for one in waiting:
+            one.setblocking(False)
+            one.connect_ex(address)
+        config = ServiceConfig(
+            base_url=f"http://127.0.0.1:{address[1]}/v1", model="stub", timeout_s=1, deadline_s=1.5, max_retries=0
+        )
+        with Service(config) as service, pytest.raises(ServiceError, match=r"ConnectTimeout.* still running\?"):
+            service.run([lambda: service.chat(ASKED)])
+        for one in waiting:
+            one.close()
 
 
 def test_a_check_before_the_first_request() -> None:
