@@ -13,8 +13,6 @@ from rolegraph.algorithms.options import Needs, SamplingOptions, ScoreOptions
 from rolegraph.algorithms.sampling_folder import needs_of
 from rolegraph.algorithms.selection import Output, Rules
 from rolegraph.interfaces import StepReduce
-from rolegraph.rewards.config import RewardConfig
-from rolegraph.rewards.lookup import requires
 from rolegraph.role import family, is_scorer
 
 if TYPE_CHECKING:
@@ -32,6 +30,9 @@ class SamplingConfig(SamplingOptions, ScoreOptions):
 
     passes_columns_on: ClassVar[bool] = True
     """Columns of the dataset come out as they went in, whatever Arrow makes of them in between."""
+
+    scores_text: ClassVar[bool] = True
+    """Reward roles get what candidates say, and no token ids."""
 
     num_return_sequences: Annotated[int, Ge(1)] = 8
     """Candidates a row."""
@@ -121,8 +122,6 @@ class SamplingConfig(SamplingOptions, ScoreOptions):
                 "it"
             )
         yield from self._something_to_rank_by(run, scorers)
-        for role in scorers:
-            yield from _scored_as_text(run, role)
         if self.overwrite and run.resume:
             yield ("algorithm.overwrite=true removes what resume=true would go on with: set one of them to false")
         if run.max_steps is not None:
@@ -169,25 +168,6 @@ class SamplingConfig(SamplingOptions, ScoreOptions):
         for name in ("top_p", "top_k", "min_p"):
             if getattr(self, name) != _default(type(self), name):
                 yield f"algorithm.{name} has no effect with algorithm.temperature=0: remove it"
-
-
-def _scored_as_text(run: RunConfig, role: str) -> Iterator[str]:
-    """Candidates are scored as their text, the same just drawn or read from a file: there are no token ids."""
-    config = run.roles[role].config
-    if getattr(config, "skip_special_tokens", True) is False:
-        yield (
-            f"{role}.skip_special_tokens=false needs token ids, and {run.algorithm.name} scores candidates as their "
-            "text, which has no special tokens: remove it"
-        )
-    reward = config if isinstance(config, RewardConfig) else getattr(config, "reward", None) or run.reward
-    if reward is None or not (isinstance(config, RewardConfig) or hasattr(config, "reward")) or reward.problems():
-        return
-    for spec in reward.functions():
-        if "response_ids" in requires(spec.target, reward.external_plugins):
-            yield (
-                f"{reward.node}.reward_funcs: {spec.target} reads response_ids, and {run.algorithm.name} scores "
-                "candidates as their text: let it read response_length (tokens), or leave it out"
-            )
 
 
 def _part(index: int, parts: int) -> Iterator[str]:

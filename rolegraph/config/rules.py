@@ -15,6 +15,7 @@ from rolegraph.algorithms.distillation import TEACHER_KEY
 from rolegraph.config.check import Problem
 from rolegraph.config.model_rules import positions_suffice, room, sizes_divide
 from rolegraph.config.provenance import join
+from rolegraph.config.reward_rules import text_is_enough
 from rolegraph.config.schema import RunConfig
 from rolegraph.config.targets import fields_in_source
 from rolegraph.config.turn_rules import algorithm_roles, can_resume, needs_sleep_mode, turns_make_room
@@ -311,6 +312,7 @@ RULES: list[Callable[[RunConfig], Iterator[str]]] = [
     sizes_divide,
     context_parallelism_works,
     rewards_have_a_role,
+    text_is_enough,
     every_rank_has_rows,
     schedules_end,
     raw_text_is_no_chat,
