@@ -61,6 +61,9 @@ class SamplingConfig(SamplingOptions, ScoreOptions):
     response_text). With the same data, and sampler=null."""
     overwrite: bool = False
     """Remove what an earlier run left in the output folder."""
+    redraw_faults: bool = False
+    """With resume=true: draw those candidates again that could not be drawn (the faults of a service, say), also where
+    the run is finished."""
 
     @property
     def data_needs(self) -> Needs:
@@ -124,6 +127,13 @@ class SamplingConfig(SamplingOptions, ScoreOptions):
         yield from self._something_to_rank_by(run, scorers)
         if self.overwrite and run.resume:
             yield ("algorithm.overwrite=true removes what resume=true would go on with: set one of them to false")
+        if self.redraw_faults and not run.resume:
+            yield "algorithm.redraw_faults=true is about what an earlier run could not draw: set resume=true as well"
+        if self.redraw_faults and self.candidates is not None:
+            yield (
+                "algorithm.redraw_faults has no effect with algorithm.candidates: nothing is drawn. Set it in the run "
+                "that drew them"
+            )
         if run.max_steps is not None:
             yield (
                 f"max_steps={run.max_steps} has no effect: {run.algorithm.name} goes over its rows once. Remove it (or "

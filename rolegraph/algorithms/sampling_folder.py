@@ -12,6 +12,7 @@ finished.json     there once all is done
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -21,7 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from rolegraph.algorithms.options import Needs
 from rolegraph.errors import ConfigError, DataError
-from rolegraph.results import write_json
+from rolegraph.journal import Journal
+from rolegraph.json_rows import encode
+from rolegraph.results import replacing, write_json
 from rolegraph.role import is_scorer
 
 if TYPE_CHECKING:
@@ -39,7 +42,7 @@ OURS = (
 NO_RESULT = frozenset(
     {
         *("replicas", "ranks", "gpus", "cpus", "tensor_parallel_size", "data_parallel_size"),
-        *("num_sampling_batch_size", "overwrite", "shuffle"),
+        *("num_sampling_batch_size", "overwrite", "redraw_faults", "shuffle"),
         *("concurrency", "timeout_s", "deadline_s", "max_retries", "api_key_env"),
         *("max_num_seqs", "kv_cache_bytes", "gpu_memory_utilization", "enable_sleep_mode", "enforce_eager"),
         *("async_workers", "rows_per_call", "workers"),
@@ -71,6 +74,8 @@ def begin(config: RunConfig, run_dir: Path) -> str | None:
         if not config.resume:
             raise ConfigError(_holds_a_run(run_dir))
         _refuse_others(run_dir, settings)
+        if options.redraw_faults:
+            forget_faults(run_dir)
         if (run_dir / "finished.json").exists():
             done = json.loads((run_dir / "finished.json").read_text(encoding="utf-8"))
             return f"finished already: {done['rows']} rows, {done['results']} in {run_dir / done['file']}"
@@ -89,6 +94,23 @@ def remove(run_dir: Path) -> None:
         timeline.unlink()
     for folder in ("samples", "logs"):
         shutil.rmtree(run_dir / folder, ignore_errors=True)
+
+
+def forget_faults(run_dir: Path) -> None:
+    """Take the candidates that could not be drawn out of the journals, so that they are drawn; others stay.
+
+    A run of which there are some is not finished any more.
+    """
+    # Scores first: whenever this is killed, what is left is a run that goes on, and knows of the faults.
+    for name in ("candidates.jsonl", "samples.jsonl"):
+        if not (path := run_dir / name).exists():
+            continue
+        with contextlib.closing(Journal(path)) as journal:
+            if all(row.get("sample_fault") is None for row in journal.read()):
+                continue
+            (run_dir / "finished.json").unlink(missing_ok=True)
+            with replacing(path) as part, part.open("wb") as file:
+                file.writelines(encode(row) + b"\n" for row in journal.read() if row.get("sample_fault") is None)
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:

@@ -73,6 +73,11 @@ def faults(*overrides: str) -> str:
         (["algorithm.temperature=-1"], "algorithm.temperature"),
         (["algorithm.num_sampling_batch_size=0"], "algorithm.num_sampling_batch_size"),
         (["algorithm.overwrite=true", "resume=true", "output_dir=x"], "algorithm.overwrite=true removes what"),
+        (["algorithm.redraw_faults=true"], "algorithm.redraw_faults=true is about what an earlier run could not draw"),
+        (
+            ["algorithm.candidates=conf", "sampler=null", "algorithm.redraw_faults=true", "resume=true", *ORM],
+            "algorithm.redraw_faults has no effect with algorithm.candidates: nothing is drawn",
+        ),
         (["train=megatron"], "Sampling uses no role `train`"),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",

@@ -120,6 +120,32 @@ async def test_a_finished_run_does_nothing(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
+@pytest.mark.parametrize("finished", [True, False])
+async def test_faults_are_drawn_again_where_that_is_asked_for(finished: bool, tmp_path: Path) -> None:
+    whole = await run_sampling(tmp_path / "whole", CONFIG)
+    bad = {"sampler": {"fails": ["q1", "q4"]}}
+    folder = await run_sampling(tmp_path / "run", CONFIG, settings=bad)
+    faults = [row for row in lines(folder / "candidates.jsonl") if row["sample_fault"]]
+    assert {row["uid"] for row in faults} == {"q1", "q4"}
+    if not finished:
+        unfinish(folder)
+    await run_sampling(folder, CONFIG, resume=True)
+    assert [row for row in lines(folder / "candidates.jsonl") if row["sample_fault"]] == faults, "nobody asked for it"
+    Counting.drawn.clear()
+    roles = {**STUBS, "sampler": Counting}
+    again = changed(redraw_faults=True)
+    (folder / "ending.txt").unlink(missing_ok=True)
+    await run_sampling(folder, again, resume=True, roles=roles)
+    assert not (folder / "ending.txt").exists()
+    assert sorted(Counting.drawn) == [(uid, repeat) for uid in ("q1", "q4") for repeat in range(4)]
+    for name in FILES[:2]:
+        assert len(keys(folder / name)) == len(set(keys(folder / name))) == 40
+    assert (folder / "kept.jsonl").read_text() == (whole / "kept.jsonl").read_text()
+    assert (folder / "finished.json").exists()
+    await run_sampling(folder, again, resume=True, roles=roles)
+    assert (folder / "ending.txt").read_text().startswith("finished already"), "no fault is left"
+
+
 async def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
     folder = await run_sampling(tmp_path / "run", CONFIG)
     with pytest.raises(ConfigError, match=r"holds a finished run: go on with resume=true, begin anew"):
