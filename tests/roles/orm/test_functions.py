@@ -163,6 +163,16 @@ def test_rows_of_text_alone_and_candidates_that_were_never_drawn(model: Path, pl
         scored(role, batch)
 
 
+def test_lengths_are_judged_without_tokens_and_are_null_where_nobody_counted(model: Path, plugin: str) -> None:
+    functions = [{"_target_": "soft_overlong", "max_length": 4, "cache": 2}, {"_target_": "length_penalty", "free": 3}]
+    columns = {"uid": list("abc"), "response_text": ["x"] * 3, "response_length": [3, 8, None]}
+    with Running(make_config(model, plugin, functions)) as role:
+        found = scored(role, Batch.from_columns(columns))
+    assert found["rewards/soft_overlong"] == [-0.5, -1.0, None]
+    assert found["rewards/length_penalty"] == [0.0, -0.005, None]
+    assert found["reward_faults"] == [0, 0, 2]
+
+
 def test_special_tokens_are_left_out_unless_asked_for(model: Path, plugin: str) -> None:
     config = make_config(model, plugin, ["length"])
     batch = make_batch(model, ["a b\u00e9\n"])
