@@ -109,7 +109,8 @@ def assert_frees_everything(process: subprocess.Popen[bytes], mark: str, kind: s
 
 
 def test_a_run_goes_on_without_the_replica_that_was_killed_and_can_be_stopped(tmp_path: Path) -> None:
-    with running("algorithm=grpo", *SMALL, "placement=separate", "rollout.replicas=2", folder=tmp_path) as run:
+    layout = ("placement=separate", "rollout.replicas=2", "rollout.dtype=float32")
+    with running("algorithm=grpo", *SMALL, *layout, folder=tmp_path) as run:
         process, mark = run
         os.kill(next(pid for pid, title in marked_pids(mark).items() if "VLLMRollout" in title), signal.SIGKILL)
         wait_for_steps(process, tmp_path, 6)
