@@ -17,8 +17,9 @@ class ServiceConfig:
     """The address that `/chat/completions` is appended to, as in http://localhost:8000/v1."""
     model: str
     """The model's name there."""
-    api_key_env: str | None = "OPENAI_API_KEY"
-    """Name of the environment variable that holds the key, never the key itself. Null: no key is sent."""
+    api_key_env: str | None = None
+    """Name of the environment variable that holds the key, never the key itself. Null: OPENAI_API_KEY for
+    https://api.openai.com, and no key for any other address, whose owner it would be given to."""
     concurrency: int = 8
     """Requests in flight at a time, of each replica of the role."""
     timeout_s: float = 60.0
@@ -61,9 +62,16 @@ class ServiceConfig:
         for name in sorted(self.extra_body.keys() & OWNED.keys()):
             yield f"extra_body.{name}: {OWNED[name]}"
 
+    @property
+    def key_env(self) -> str | None:
+        """`api_key_env`, with null filled in; null where no key is sent."""
+        parts = urlsplit(self.base_url)
+        is_openai = (parts.scheme, parts.hostname) == ("https", "api.openai.com")
+        return self.api_key_env or ("OPENAI_API_KEY" if is_openai else None)
+
     def api_key(self) -> str | None:
         """The key, from this process's environment; null where none is set."""
-        return os.environ.get(self.api_key_env) or None if self.api_key_env else None
+        return os.environ.get(self.key_env) or None if self.key_env else None
 
 
 OWNED = {

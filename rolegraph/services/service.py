@@ -280,7 +280,7 @@ class Service:
         return Reply.of_fault(f"HTTP {status}: {_words(error)}")
 
     def _key_advice(self) -> str:
-        name = self.config.api_key_env
+        name = self.config.key_env
         if name is None:
             return "none was sent; name the environment variable that holds it by the service's api_key_env"
         state = "holds another one" if self.config.api_key() else "is not set"

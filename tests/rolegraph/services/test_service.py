@@ -71,7 +71,32 @@ def test_no_key_is_sent_that_was_not_named(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("OPENAI_API_KEY", "not for everybody")
     with StubOpenAI([say("4")]) as server:
         ask(server)
-    assert "not for everybody" not in str(server.requests[0].headers)
+        with Service(ServiceConfig(base_url=server.url, model="stub")) as service:
+            service.run([lambda: service.chat(ASKED)])
+    assert len(server.requests) == 2
+    assert "not for everybody" not in str([request.headers for request in server.requests])
+
+
+@pytest.mark.parametrize(
+    ("base_url", "named", "key"),
+    [
+        ("https://api.openai.com/v1", None, "openai's"),
+        ("https://API.openai.com:443/v1", None, "openai's"),
+        ("https://api.openai.com/v1", "OTHER_KEY", "another"),
+        ("http://api.openai.com/v1", None, None),
+        ("https://api.openai.com.example.org/v1", None, None),
+        ("https://example.org/api.openai.com", None, None),
+        ("http://localhost:8000/v1", None, None),
+        ("http://localhost:8000/v1", "OTHER_KEY", "another"),
+        ("http://localhost:8000/v1", "OPENAI_API_KEY", "openai's"),
+        ("http://localhost:8000/v1", "NO_SUCH_KEY", None),
+    ],
+)
+def test_whom_a_key_is_sent(monkeypatch: pytest.MonkeyPatch, base_url: str, named: str | None, key: str | None) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "openai's")
+    monkeypatch.setenv("OTHER_KEY", "another")
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    assert ServiceConfig(base_url=base_url, model="m", api_key_env=named).api_key() == key
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
