@@ -70,13 +70,15 @@ class Scorers:
         """
         if in_turn:
             return self.together(rows, {role: await self._ask(algorithm, role, rows) for role in self.by_role})
-        calls = {role: asyncio.ensure_future(self._ask(algorithm, role, rows)) for role in self.by_role}
+        calls = [asyncio.ensure_future(self._ask(algorithm, role, rows)) for role in self.by_role]
         try:
-            found = {role: await call for role, call in calls.items()}
+            found = await asyncio.gather(*calls)
         finally:
-            for call in calls.values():
+            for call in calls:
                 call.cancel()
-        return self.together(rows, found)
+            # Each gives its turn back before anybody goes on.
+            await asyncio.gather(*calls, return_exceptions=True)
+        return self.together(rows, dict(zip(self.by_role, found, strict=True)))
 
     async def _ask(self, algorithm: Algorithm, role: str, rows: Batch) -> Batch:
         (phase,) = scoring(role)

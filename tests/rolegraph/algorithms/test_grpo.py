@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -400,3 +401,27 @@ async def test_a_role_that_fails_ends_the_step_with_its_own_error() -> None:
     with pytest.raises(RuntimeError, match="no such model"):
         await world.run()
     assert "step" not in world.calls
+
+
+async def test_a_role_that_fails_ends_the_others_before_its_error_is_told() -> None:
+    ended: list[str] = []
+
+    class Slow:
+        async def score(self, rows: Batch, *, reduce: str = "min") -> Batch:
+            try:
+                await asyncio.sleep(3600)
+                raise AssertionError
+            finally:
+                await asyncio.sleep(0)  # as a turn is given back
+                ended.append("slow")
+
+    class Bad:
+        async def score(self, rows: Batch) -> Batch:
+            await asyncio.sleep(0)
+            raise RuntimeError("no such model")
+
+    scorers = Scorers({"prm": Slow(), "orm": Bad(), "orm_slow": Slow()})  # type: ignore[dict-item]
+    world = World(GRPO, TWO_BY_TWO)
+    with pytest.raises(RuntimeError, match="no such model"):
+        await asyncio.wait_for(scorers.score(world.algorithm, Batch.from_columns({"uid": ["a"]})), 10)
+    assert ended == ["slow", "slow"]
