@@ -68,7 +68,6 @@ def begin(config: RunConfig, run_dir: Path) -> str | None:
             "scores"
         )
     if options.overwrite:
-        _refuse_foreign(run_dir)
         remove(run_dir)
     elif any((run_dir / name).exists() for name in OURS):
         if not config.resume:
@@ -86,14 +85,30 @@ def begin(config: RunConfig, run_dir: Path) -> str | None:
 
 
 def remove(run_dir: Path) -> None:
-    """Remove what a run left; what lies beside it stays."""
-    # The settings go last: a folder without them is none that a run goes on in.
-    for name in sorted(OURS, key=lambda name: name == "settings.json"):
-        (run_dir / name).unlink(missing_ok=True)
-    for timeline in run_dir.glob("timeline*.json"):
-        timeline.unlink()
-    for folder in ("samples", "logs"):
-        shutil.rmtree(run_dir / folder, ignore_errors=True)
+    """Remove what a run left; what lies beside it stays. Raises ConfigError where no sampling run made it."""
+    folders = [run_dir / name for name in ("samples", "logs")]
+    files = [*(run_dir / name for name in OURS), *run_dir.glob("timeline*.json")]
+    found = [path.name for path in (*files, *folders) if path.exists()]
+    if found and _begun_with(run_dir) is None:
+        raise ConfigError(
+            f"algorithm.overwrite=true: output_dir={run_dir} holds {found[0]}, and is the folder of no sampling run "
+            "(it has no settings.json of one): choose another folder, or remove that one"
+        )
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+    # The settings go last: without them the rest would be taken for somebody else's.
+    for path in sorted(files, key=lambda path: path.name == "settings.json"):
+        path.unlink(missing_ok=True)
+
+
+def _begun_with(run_dir: Path) -> dict[str, Any] | None:
+    """The settings that a sampling run began with in this folder; null where none did."""
+    try:
+        kept = json.loads((run_dir / "settings.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    settings = kept.get("settings") if isinstance(kept, dict) else None
+    return settings if isinstance(settings, dict) else None
 
 
 def forget_faults(run_dir: Path) -> None:
@@ -171,23 +186,13 @@ def _holds_a_run(run_dir: Path) -> str:
     )
 
 
-def _refuse_foreign(run_dir: Path) -> None:
-    found = [name for name in OURS if (run_dir / name).exists()]
-    if found and not (run_dir / "settings.json").exists():
-        raise ConfigError(
-            f"algorithm.overwrite=true: output_dir={run_dir} holds {found[0]}, and is the folder of no sampling run "
-            "(settings.json is missing): choose another folder, or remove that one"
-        )
-
-
 def _refuse_others(run_dir: Path, settings: Mapping[str, Any]) -> None:
-    path = run_dir / "settings.json"
-    if not path.exists():
+    before = _begun_with(run_dir)
+    if before is None:
         raise ConfigError(
-            f"resume=true: {path} is missing, so nothing says how {run_dir} was made. Begin anew with "
-            "algorithm.overwrite=true, or choose another folder"
+            f"resume=true: {run_dir / 'settings.json'} is missing, so nothing says how {run_dir} was made (or it is "
+            "that of no sampling run): choose another folder, or remove that one"
         )
-    before = json.loads(path.read_text(encoding="utf-8"))["settings"]
     changed = [key for key in sorted({*before, *settings}) if before.get(key) != settings.get(key)]
     if changed:
         lines = [f"  {key}: {_shown(before, key)} then, {_shown(settings, key)} now" for key in changed]

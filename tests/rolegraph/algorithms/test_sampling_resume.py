@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from rolegraph.algorithms.sampling import Sampling
 from rolegraph.algorithms.sampling_config import SamplingConfig
-from rolegraph.algorithms.sampling_folder import settings_of
+from rolegraph.algorithms.sampling_folder import OURS, settings_of
 from rolegraph.algorithms.sampling_results import parts_of
 from rolegraph.config import load
 from rolegraph.errors import ConfigError, DataError, RoleError
 from rolegraph.interfaces import SamplingParams
-from tests.rolegraph.samplers import STUBS, StubORM, StubSampler, dataset, lines, run_sampling
+from tests.rolegraph.samplers import STUBS, StubORM, StubSampler, config_of, dataset, lines, run_sampling
 
 CONFIG = SamplingConfig(num_return_sequences=4, num_sampling_batch_size=3, n_best_to_keep=2)
 FILES = ("samples.jsonl", "candidates.jsonl", "kept.jsonl")
@@ -213,11 +214,40 @@ async def test_overwrite_begins_anew(tmp_path: Path) -> None:
     assert (folder / "notes.txt").read_text() == "mine"
 
 
-async def test_overwrite_leaves_other_runs_alone(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+@pytest.mark.parametrize("settings", [None, "{", "[]", '{"editor.tabSize": 4}', '{"settings": [1]}'])
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "kept.parquet", "timeline.json", "timeline-2.json", "samples/a.wav", "logs/day/1.log"]
+)
+def test_overwrite_leaves_what_no_sampling_run_made(tmp_path: Path, name: str, settings: str | None) -> None:
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text("mine")
+    if settings is not None:
+        (tmp_path / "settings.json").write_text(settings)
+    before = {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(ConfigError, match="is the folder of no sampling run"):
-        await run_sampling(tmp_path, changed(overwrite=True))
-    assert (tmp_path / "metrics.jsonl").exists()
+        Sampling.begin(config_of(changed(overwrite=True), STUBS), tmp_path)
+    if name in OURS or settings is not None:
+        with pytest.raises(ConfigError, match=r"nothing says how"):
+            Sampling.begin(config_of(CONFIG, STUBS, resume=True), tmp_path)
+    assert {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+async def test_overwrite_killed_on_its_way_can_be_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = await run_sampling(tmp_path / "run", CONFIG)
+    (folder / "logs").mkdir()
+    unlink, gone = Path.unlink, []
+
+    def some(path: Path, missing_ok: bool = False) -> None:
+        gone.append(path.name)
+        if len(gone) > 3:
+            raise KeyboardInterrupt
+        unlink(path, missing_ok)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "unlink", some)
+        Sampling.begin(config_of(changed(overwrite=True), STUBS), folder)
+    await run_sampling(folder, changed(overwrite=True))
+    assert (folder / "finished.json").exists()
 
 
 async def test_resume_in_a_new_folder_begins(tmp_path: Path) -> None:
