@@ -422,6 +422,7 @@ async def test_a_role_that_fails_ends_the_others_before_its_error_is_told() -> N
 
     scorers = Scorers({"prm": Slow(), "orm": Bad(), "orm_slow": Slow()})  # type: ignore[dict-item]
     world = World(GRPO, TWO_BY_TWO)
+    world.algorithm.phases = {**world.algorithm.phases, **scorers.phases}
     with pytest.raises(RuntimeError, match="no such model"):
         await asyncio.wait_for(scorers.score(world.algorithm, Batch.from_columns({"uid": ["a"]})), 10)
     assert ended == ["slow", "slow"]
