@@ -53,8 +53,9 @@ def test_every_role_has_its_columns_and_the_sum_its_weights(finished: Finished) 
 
 
 def test_steps_train_where_rows_say_nothing(finished: Finished) -> None:
-    for row in finished.metrics:
-        assert row["reward/std"] == 0 or row["reward/mean"] > 0
+    quiet = [row for row in finished.metrics if row["reward/std"] == 0]
+    assert quiet, "a tiny model gets every answer wrong"
+    for row in quiet:
         assert row["grad_norm"] > 0
         assert row["scores/prm/mean"] > 0
 
@@ -67,8 +68,11 @@ def test_the_driver_holds_no_step_either(finished: Finished) -> None:
 def test_reward_roles_work_side_by_side(finished: Finished) -> None:
     every = spans(finished.folder / "timeline.json")
     calls = [span for span in every if span["name"] == "score" and span["role"] != "driver"]
-    assert {span["role"] for span in calls} == {"orm", "orm_exact", "prm"}
-    first = {role: min(span["start"] for span in calls if span["role"] == role) for role in ("orm", "prm")}
-    last = {role: max(span["end"] for span in calls if span["role"] == role) for role in ("orm", "prm")}
-    assert first["orm"] < last["prm"]
-    assert first["prm"] < last["orm"]
+    phases = [span for span in every if span["name"] == "score" and span["role"] == "driver"]
+    assert len(phases) == 2, "one a generation"
+    for phase in phases:
+        own = [call for call in calls if phase["start"] <= call["start"] <= phase["end"]]
+        assert {call["role"] for call in own} == {"orm", "orm_exact", "prm"}
+        last_to_begin = max(min(call["start"] for call in own if call["role"] == each["role"]) for each in own)
+        first_to_end = min(max(call["end"] for call in own if call["role"] == each["role"]) for each in own)
+        assert last_to_begin < first_to_end, "all of them had begun before any had ended"
