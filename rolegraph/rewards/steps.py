@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 
@@ -47,8 +46,9 @@ def step_ends(
     """The token behind the last one of each step, a list a response; the last of them is the response's length.
 
     What stands between two steps belongs to the first of them, and so does a token that reaches into the next one.
-    The tokens of all steps are found by one binary search over decoded prefixes: the shortest that has the text up to
-    where the next step begins. A prefix that ends inside a character decodes to another text there, so it never counts.
+    A step ends with the shortest decoded prefix that has the text up to where the next step begins. A prefix that ends
+    inside a character decodes to another text there, so it never counts. All steps are searched for together, from
+    where the lengths of single tokens say that they end; most take two prefixes.
 
     Raises AlignmentError, naming the uid (else the row's number), where ids decode to another text than is given.
     """
@@ -61,25 +61,16 @@ def step_ends(
             )
     # Of every step but a row's last: the row, and where the next step begins.
     asked = [(row, start) for row, text in enumerate(texts) for start, _ in step_spans(text, separator)[1:]]
-    low = np.zeros(len(asked), np.int64)
-    high = np.asarray([len(ids[row]) for row, _ in asked], np.int64)
-    guess = _guesses(ids, asked, decode)
-    # Where tokens are as long within a text as they are alone, the first two rounds find the end: at the guess there is
-    # enough of the text, one token before there is not.
-    for round_ in itertools.count():
-        if not (low < high).any():
-            break
-        middle = np.clip(guess - round_, low, np.maximum(high - 1, low)) if round_ < 2 else (low + high) // 2
-        open_ = np.flatnonzero(low < high)
-        prefixes = decode([ids[asked[i][0]][: middle[i]] for i in open_])
-        for i, prefix in zip(open_, prefixes, strict=True):
+    guesses = _guesses(ids, texts, asked, decode)
+    searches = [_Search(len(ids[row]), guess) for (row, _), guess in zip(asked, guesses, strict=True)]
+    while open_ := [i for i, search in enumerate(searches) if search.low < search.high]:
+        probes = [searches[i].probe() for i in open_]
+        prefixes = decode([ids[asked[i][0]][:probe] for i, probe in zip(open_, probes, strict=True)])
+        for i, probe, prefix in zip(open_, probes, prefixes, strict=True):
             row, end = asked[i]
-            if prefix.startswith(texts[row][:end]):
-                high[i] = middle[i]
-            else:
-                low[i] = middle[i] + 1
+            searches[i].learn(probe, prefix.startswith(texts[row][:end]))
     found: list[list[int]] = [[] for _ in texts]
-    for (row, _), end in zip(asked, high.tolist(), strict=True):
+    for (row, _), end in zip(asked, [search.high for search in searches], strict=True):
         found[row].append(end)
     for row, text in enumerate(texts):
         if text.strip() and step_spans(text, separator):
@@ -87,12 +78,43 @@ def step_ends(
     return found
 
 
-def _guesses(ids: Sequence[Sequence[int]], asked: Sequence[tuple[int, int]], decode: Decode) -> np.ndarray[Any, Any]:
-    """[asked] about how many tokens of a row make so many characters."""
-    known = sorted({token for row, _ in asked for token in ids[row]})
-    lengths = dict(zip(known, map(len, decode([[token] for token in known])), strict=True))
-    sums = {row: np.cumsum([lengths[token] for token in ids[row]]) for row in {row for row, _ in asked}}
-    return np.asarray([np.searchsorted(sums[row], end) + 1 for row, end in asked], np.int64)
+class _Search:
+    """For the lowest number that passes, of those up to one that does: first near a guess, further away each time."""
+
+    def __init__(self, most: int, guess: int) -> None:
+        self.low, self.high = 0, most
+        """The lowest that may pass, and the lowest that is known to."""
+        self._guess, self._width = guess, 1
+        self._passed = self._failed = False
+        """Whether some number that was looked at did."""
+
+    def probe(self) -> int:
+        """The number to look at, from `low` to below `high`."""
+        if self._passed and self._failed:
+            return (self.low + self.high) // 2
+        if self._passed:
+            return max(self.low, self.high - self._width)
+        return min(self.high - 1, self.low + self._width - 1 if self._failed else self._guess)
+
+    def learn(self, number: int, passes: bool) -> None:
+        """What became of it."""
+        if self._passed or self._failed:
+            self._width *= 2
+        if passes:
+            self.high, self._passed = number, True
+        else:
+            self.low, self._failed = number + 1, True
+
+
+def _guesses(
+    ids: Sequence[Sequence[int]], texts: Sequence[str], asked: Sequence[tuple[int, int]], decode: Decode
+) -> list[int]:
+    """About how many tokens of a row have so many characters: by each token's own, which need not add up."""
+    rows = {row for row, _ in asked}
+    known = sorted({int(token) for row in rows for token in ids[row]})
+    length = dict(zip(known, map(len, decode([[token] for token in known])), strict=True))
+    sums = {row: np.cumsum([length[int(token)] for token in ids[row]]) for row in rows}
+    return [int(np.searchsorted(sums[row], end * sums[row][-1] / max(1, len(texts[row])))) + 1 for row, end in asked]
 
 
 def reduce_steps(scores: Sequence[float | None], reduce: StepReduce) -> float | None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rolegraph.errors import AlignmentError
 from rolegraph.models.tiny import END, write_tokenizer
-from rolegraph.rewards.steps import Decode, reduce_steps, split_steps, step_ends, step_spans
+from rolegraph.rewards.steps import Decode, _Search, reduce_steps, split_steps, step_ends, step_spans
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +78,32 @@ def test_ends_are_monotone_and_minimal(tokenizer: object, texts: list[str], is_e
         for (following, _), end in zip(spans[1:], ends, strict=False):
             assert decode([tokens[:end]])[0].startswith(text[:following])
             assert not decode([tokens[: end - 1]])[0].startswith(text[:following]), "a token earlier is too early"
+
+
+@pytest.mark.parametrize("word", ["word ", "\u4e2d\u6587 ", "\U0001f600", "\n"])
+def test_the_work_grows_with_the_steps_and_not_with_the_size_of_a_search(tokenizer: object, word: str) -> None:
+    text = "\n\n".join(["a" + word * (5 + step % 7) for step in range(40)])
+    ids, decoded, decode = ids_of(tokenizer, text), [], decode_of(tokenizer)
+
+    def counted(rows: Sequence[Sequence[int]]) -> list[str]:
+        decoded.extend(len(row) for row in rows if len(row) > 1)
+        return decode(rows)
+
+    assert len(step_ends([ids], [text], counted)[0]) == 40
+    assert len(decoded) < 40 * 6, "a binary search takes about 10 prefixes a step"
+
+
+@given(st.integers(1, 200), st.data())
+def test_a_search_finds_the_lowest_number_wherever_it_begins(most: int, data: st.DataObject) -> None:
+    lowest, guess = data.draw(st.integers(0, most)), data.draw(st.integers(0, 2 * most))
+    search, probes = _Search(most, guess), 0
+    while search.low < search.high:
+        probe = search.probe()
+        assert search.low <= probe < search.high
+        search.learn(probe, probe >= lowest)
+        probes += 1
+    assert search.high == lowest
+    assert probes <= 2 * abs(min(guess, most) - lowest).bit_length() + 3
 
 
 def test_a_token_across_two_steps_belongs_to_the_first() -> None:
