@@ -112,6 +112,9 @@ def roles_ask_for_something(run: RunConfig) -> Iterator[str]:
             value = getattr(spec.config, key, None)
             if value is not None and value < least:
                 yield f"{role}.{key}={value} must be at least {least}, or null"
+        replicas, ranks = (getattr(spec.config, key, None) for key in ("replicas", "ranks"))
+        if None not in (replicas, ranks) and replicas != ranks:
+            yield f"{role}.replicas={replicas} and {role}.ranks={ranks} name the same number: give one"
 
 
 def context_fits(run: RunConfig) -> Iterator[str]:

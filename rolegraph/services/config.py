@@ -102,11 +102,5 @@ class ClientConfig:
     """Whom it asks."""
 
     def __post_init__(self) -> None:
-        if self.replicas is not None and self.ranks is not None and self.replicas != self.ranks:
-            raise ValueError(f"replicas={self.replicas} and ranks={self.ranks} name the same number; give one")
-        for name in ("replicas", "ranks"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}: must be at least 1")
         if self.gpus:
             raise ValueError(f"gpus={self.gpus}: the model is the service's, and nothing here runs on a device; set 0")

@@ -62,9 +62,6 @@ class FunctionPRMConfig(RewardConfig):
     def problems(self) -> list[str]:
         """What is wrong with these settings, one sentence each, with the key and what to type."""
         found = [*super().problems(), *separator_problems(self.node, self.step_separator)]
-        if self.replicas is not None and self.ranks is not None and self.replicas != self.ranks:
-            both = f"{self.node}.replicas={self.replicas} and {self.node}.ranks={self.ranks}"
-            found.append(f"{both} name the same number: give one")
         if self.gpus:
             found.append(f"{self.node}.gpus={self.gpus}: functions run on CPU cores; set cpus instead")
         return found

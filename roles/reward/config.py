@@ -53,8 +53,6 @@ class RewardModelConfig:
         node = self.node
         if self.model is None:
             yield f"{node}.model is not set: give the Hugging Face folder or name of the reward model"
-        if self.replicas is not None and self.ranks is not None and self.replicas != self.ranks:
-            yield f"{node}.replicas={self.replicas} and {node}.ranks={self.ranks} name the same number: give one"
         for name in ("max_tokens_per_micro_batch", "max_length"):
             value = getattr(self, name)
             if value is not None and value < 1:

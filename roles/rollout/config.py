@@ -91,10 +91,7 @@ class VLLMEngineConfig:
                 f"{self.node}.data_parallel_size={self.data_parallel_size}: an engine of this role is never data "
                 f"parallel; set {self.node}.replicas={self.data_parallel_size} instead"
             )
-        if self.replicas is not None and self.ranks is not None and self.replicas != self.ranks:
-            both = f"{self.node}.replicas={self.replicas} and {self.node}.ranks={self.ranks}"
-            found.append(f"{both} name the same number: give one of them")
-        for name in ("tensor_parallel_size", "max_num_seqs", "replicas", "ranks", "max_model_len", "kv_cache_bytes"):
+        for name in ("tensor_parallel_size", "max_num_seqs", "max_model_len", "kv_cache_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 found.append(f"{self.node}.{name}={value} must be at least 1")

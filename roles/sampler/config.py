@@ -72,8 +72,6 @@ class HuggingFaceSamplerConfig:
 
     def problems(self) -> Iterator[str]:
         """What is wrong with these values, each naming its key."""
-        if self.replicas is not None and self.ranks is not None and self.replicas != self.ranks:
-            yield f"sampler.replicas={self.replicas} and sampler.ranks={self.ranks} name the same number: give one"
         for name in ("pipeline_model_parallel_size", "max_num_seqs"):
             if getattr(self, name) < 1:
                 yield f"sampler.{name}={getattr(self, name)} must be at least 1"

@@ -75,8 +75,6 @@ class HuggingFaceTeacherConfig:
 
     def problems(self) -> Iterator[str]:
         """What is wrong with these values, each naming its key."""
-        if self.replicas is not None and self.ranks is not None and self.replicas != self.ranks:
-            yield f"teacher.replicas={self.replicas} and teacher.ranks={self.ranks} name the same number: give one"
         for name in ("pipeline_model_parallel_size", "max_tokens_per_micro_batch"):
             if getattr(self, name) < 1:
                 yield f"teacher.{name}={getattr(self, name)} must be at least 1"

@@ -129,6 +129,25 @@ def test_numbers_of_ranks_devices_and_cores(user: Folder, override: str) -> None
     assert f"{override} must be at least {int('ranks' in override)}, or null" in faults(user, override)
 
 
+ENGINES = (
+    "rollout=vllm",
+    "teacher=huggingface",
+    "teacher=vllm",
+    "sampler=huggingface",
+    "sampler=vllm",
+    "sampler=openai",
+)
+SCORERS = ("prm=functions", "prm=model", "orm=functions", "+orm@orm_x=classifier")
+
+
+@pytest.mark.parametrize("choice", [*ENGINES, *SCORERS])
+def test_replicas_and_ranks_are_one_number_whatever_the_role(user: Folder, choice: str) -> None:
+    role = choice.partition("=")[0].rpartition("@")[2].lstrip("+")
+    needed = ["sampler.service.base_url=http://h/v1", "sampler.service.model=m"] if choice == "sampler=openai" else []
+    message = faults(user, choice, f"{role}.replicas=2", f"{role}.ranks=3", *needed)
+    assert f"{role}.replicas=2 and {role}.ranks=3 name the same number: give one" in message
+
+
 def test_every_data_parallel_rank_has_rows(user: Folder) -> None:
     batch = ["algorithm.global_batch_size=8", "algorithm.num_generations=8"]
     message = faults(user, *batch, "train.ranks=18", "train.tensor_model_parallel_size=2")

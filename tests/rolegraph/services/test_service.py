@@ -415,8 +415,6 @@ def test_all_faults_are_told_at_once() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"replicas": 2, "ranks": 3}, "replicas=2 and ranks=3"),
-        ({"replicas": 0}, "replicas=0: must be at least 1"),
         ({"gpus": 1}, "gpus=1: the model is the service's"),
     ],
 )

@@ -185,7 +185,6 @@ def test_a_model_that_is_none_is_refused(scalar: str, labelled: str, tmp_path: P
         ({"model": None}, "orm.model is not set"),
         ({"name": "a/b"}, "orm.name='a/b' names the column"),
         ({"form": "{prompt}"}, "must have {prompt} and {response} once each"),
-        ({"replicas": 1, "ranks": 2}, "name the same number"),
         ({"max_length": 0}, "orm.max_length=0 must be at least 1"),
     ],
 )

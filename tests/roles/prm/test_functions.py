@@ -177,7 +177,6 @@ def test_empty_batches(model: Path, plugin: str) -> None:
         ({"reward_funcs": []}, "prm.reward_funcs is empty: name at least one function (built in: arithmetic_steps)"),
         ({"reward_funcs": ["exact_match"]}, "exact_match scores whole responses: name it in reward.reward_funcs"),
         ({"step_separator": ""}, "prm.step_separator is empty"),
-        ({"replicas": 2, "ranks": 3}, "prm.replicas=2 and prm.ranks=3"),
         ({"gpus": 1}, "prm.gpus=1: functions run on CPU cores"),
         ({"reward_weights": [1, 2]}, "prm.reward_weights has 2 numbers for 1"),
         ({"timeout_s": 0}, "prm.timeout_s=0 must be more"),

@@ -19,7 +19,6 @@ def test_the_defaults_have_no_fault() -> None:
     ("settings", "words"),
     [
         ({"data_parallel_size": 2}, ["data_parallel_size=2", "replicas=2"]),
-        ({"replicas": 2, "ranks": 3}, ["replicas=2", "ranks=3"]),
         ({"tensor_parallel_size": 0}, ["tensor_parallel_size=0", "at least 1"]),
         ({"gpu_memory_utilization": 1.5}, ["gpu_memory_utilization=1.5"]),
         ({"engine_kwargs": {"max_model_len": 5}}, ["engine_kwargs.max_model_len", "set `max_model_len`"]),

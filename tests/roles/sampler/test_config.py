@@ -47,7 +47,6 @@ def test_rules_of_the_engine_name_the_sampler(settings: dict[str, Any], words: l
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"replicas": 2, "ranks": 3}, "sampler.replicas=2 and sampler.ranks=3"),
         ({"max_num_seqs": 0}, "sampler.max_num_seqs=0 must be at least 1"),
         ({"pipeline_model_parallel_size": 0}, "sampler.pipeline_model_parallel_size=0"),
     ],
