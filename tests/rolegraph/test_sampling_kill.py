@@ -21,7 +21,7 @@ from rolegraph.json_rows import decode
 from tests.runs import MARK, marked_pids
 
 ROOT = Path(__file__).parents[2]
-ROWS, SAME, REPEATS = 60, 3, 3
+ROWS, SAME, REPEATS = 100, 3, 3
 KILLS = 10
 WORDS = (
     *("--config-dir", str(Path(__file__).parent / "slow"), "algorithm=sampling", "sampler=slow", "orm=slow"),
@@ -89,14 +89,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory, words: tuple[str, ...]) -> P
 
 
 def kill_at_random(process: subprocess.Popen[str], candidates: Path, draw: random.Random) -> None:
-    """Kill -9 while it starts, or once some more candidates are there, or a moment later."""
-    if draw.random() < 0.2:
-        time.sleep(draw.uniform(0.1, 2.0))
-    else:
-        wanted = len(keys(candidates)) + draw.randrange(1, 8)
-        while len(keys(candidates)) < wanted and process.poll() is None:
-            time.sleep(0.005)
-        time.sleep(draw.uniform(0, 0.05))
+    """Kill -9 while it starts, or once some more candidates are there, or a moment later; long before its end."""
+    done, starting = len(keys(candidates)), draw.random() < 0.2
+    wanted = done + (1 if starting else draw.randrange(1, 8))
+    until = time.monotonic() + (draw.uniform(0.1, 2.0) if starting else 120.0)
+    while len(keys(candidates)) < wanted and time.monotonic() < until and process.poll() is None:
+        time.sleep(0.005)
+    time.sleep(0.0 if starting else draw.uniform(0, 0.05))
     process.send_signal(signal.SIGKILL)
     process.wait()
 
@@ -157,7 +156,7 @@ def test_a_finished_run_does_nothing(whole: Path, words: tuple[str, ...]) -> Non
     before = {path: path.stat().st_mtime_ns for path in whole.rglob("*.json*")}
     code, output = finish(whole, *words, "resume=true", "use_ray=true")
     assert code == 0, output
-    assert "finished already: 63 rows" in output
+    assert f"finished already: {ROWS + SAME} rows" in output
     assert "starting" not in output, "neither Ray nor a role"
     assert {path: path.stat().st_mtime_ns for path in whole.rglob("*.json*")} == before
 
