@@ -40,7 +40,7 @@ from tests.rolegraph.samplers import STUBS, config_of, dataset, slots_of
 
 ROUNDS = 3
 GOAL = 0.95
-MODELS = (("tiny", 1024, 64), ("smollm2_10_layers", 128, 24))
+MODELS = (("tiny", 256, 64), ("smollm2_10_layers", 128, 24))
 """Model, rows, tokens a candidate."""
 SLEEPS = ((0.1, 0.02), (0.1, 0.1))
 """Seconds of a sampler's call of 4 rows, and of a scorer's call of 4 or 8 candidates."""
