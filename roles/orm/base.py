@@ -11,12 +11,10 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from rolegraph.batch import Batch
-from rolegraph.errors import ConfigError
 from rolegraph.interfaces import Metrics, ORMRole
 from rolegraph.rewards.pool import Scores, weighted
-from rolegraph.rewards.steps import Decode
 from rolegraph.role import RoleContext, endpoint
-from roles.reward.reading import decoder, prompts_of, texts_of
+from roles.reward.reading import policy_decoder, prompts_of, texts_of
 
 
 class OneScoreConfig(Protocol):
@@ -44,9 +42,7 @@ class OneScoreORM(ORMRole):
 
     def setup(self) -> None:
         """Load the tokenizer that turns response ids into text."""
-        if self.config.policy is None:
-            raise ConfigError(f"{self.context.role}.policy is not set: give the folder of the policy's tokenizer")
-        self._decode: Decode = decoder(self.config.policy, skip_special_tokens=True)
+        self._decode = policy_decoder(self.context.role, self.config.policy)
 
     def scores(self, prompts: list[Any], texts: list[str], batch: Batch) -> Scores:
         """A number a row, or None with the reason why not: one of `FAULT_REASONS`, and after a colon what came."""

@@ -7,14 +7,13 @@ from typing import Any, ClassVar
 from rolegraph.batch import Batch
 from rolegraph.errors import ConfigError
 from rolegraph.rewards.pool import Scores
-from rolegraph.role import endpoint
 from roles.orm.base import OneScoreORM, finite
 from roles.orm.config import ClassifierORMConfig
 from roles.reward.config import label_index, labels_problem
-from roles.reward.transformers_model import RewardModel
+from roles.reward.transformers_model import RewardModel, RewardModelRole
 
 
-class ClassifierORM(OneScoreORM):
+class ClassifierORM(RewardModelRole, OneScoreORM):
     """A replica of the classifier.
 
     It reads the prompt's messages and the response by its own chat template, by `form`, or, where it has no template,
@@ -22,8 +21,6 @@ class ClassifierORM(OneScoreORM):
     """
 
     Config: ClassVar[type[ClassifierORMConfig]] = ClassifierORMConfig
-    queue_rows: ClassVar[int] = 64
-    queue_in_flight: ClassVar[int] = 1
 
     config: ClassifierORMConfig
 
@@ -52,13 +49,3 @@ class ClassifierORM(OneScoreORM):
         if self.config.value == "probability":
             logits = logits.sigmoid() if logits.shape[1] == 1 else logits.softmax(-1)
         return logits[:, self._label]
-
-    @endpoint()
-    def offload(self) -> None:
-        """Move the model to host memory; without a GPU it stays where it is."""
-        self._model.move(away=True)
-
-    @endpoint()
-    def onload(self) -> None:
-        """Move the model back to its GPU."""
-        self._model.move(away=False)

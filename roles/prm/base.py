@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +10,12 @@ from typing import Any
 import pyarrow as pa
 
 from rolegraph.batch import Batch
-from rolegraph.errors import AlignmentError, ConfigError
+from rolegraph.errors import AlignmentError
 from rolegraph.interfaces import Metrics, PRMRole, StepReduce
-from rolegraph.rewards.steps import Decode, reduce_steps, split_steps, step_ends
+from rolegraph.rewards.steps import reduce_steps, split_steps, step_ends
 from rolegraph.role import RoleContext, endpoint
 from roles.prm.config import PRMConfig
-from roles.reward.reading import decoder, texts_of, uids_of
+from roles.reward.reading import policy_decoder, texts_of, uids_of
 
 
 @dataclass(frozen=True)
@@ -40,14 +39,12 @@ class StepPRM(PRMRole):
     def __init__(self, config: PRMConfig, context: RoleContext) -> None:
         super().__init__(config, context)
         self._rows = 0
-        self._faults: Counter[str] = Counter()
+        self._faults = 0
         self._lock = threading.Lock()
 
     def setup(self) -> None:
         """Load the tokenizer that turns response ids into text."""
-        if self.config.policy is None:
-            raise ConfigError(f"{self.context.role}.policy is not set: give the folder of the policy's tokenizer")
-        self._decode: Decode = decoder(self.config.policy, skip_special_tokens=True)
+        self._decode = policy_decoder(self.context.role, self.config.policy)
 
     def step_scores(self, steps: list[list[str]], batch: Batch) -> list[StepScores]:
         """The scores of each row's steps, of which every row here has some."""
@@ -77,7 +74,7 @@ class StepPRM(PRMRole):
     def metrics(self) -> Metrics:
         """Rows scored so far, and of them `faults`, those without a score."""
         with self._lock:
-            return {"rows": float(self._rows), "faults": float(self._faults.total())}
+            return {"rows": float(self._rows), "faults": float(self._faults)}
 
     def _ends(self, batch: Batch, texts: Sequence[str | None]) -> list[list[int]]:
         ids = [row or [] for row in batch["response_ids"].to_pylist()]
@@ -92,7 +89,7 @@ class StepPRM(PRMRole):
     def _count(self, faults: Sequence[str | None]) -> None:
         with self._lock:
             self._rows += len(faults)
-            self._faults.update(fault for fault in faults if fault)
+            self._faults += sum(fault is not None for fault in faults)
 
 
 def wrong_count(who: str, uid: str, scores: int, steps: Sequence[str]) -> str:

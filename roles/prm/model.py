@@ -11,17 +11,16 @@ import numpy as np
 
 from rolegraph.batch import Batch
 from rolegraph.errors import AlignmentError, ConfigError
-from rolegraph.role import endpoint
 from roles.prm.base import StepPRM, StepScores
 from roles.prm.config import STEP, TOKEN, ModelPRMConfig
 from roles.reward.config import label_index, labels_problem
 from roles.reward.reading import prompts_of, uids_of
-from roles.reward.transformers_model import Encoded, RewardModel
+from roles.reward.transformers_model import Encoded, RewardModel, RewardModelRole
 
 _MARKS = re.compile(f"{re.escape(STEP)}|{re.escape(TOKEN)}")
 
 
-class ModelPRM(StepPRM):
+class ModelPRM(RewardModelRole, StepPRM):
     """A replica of the model; a step's score is what it says at the token behind the step.
 
     Which tokens these are is known from where the steps were put, so a response that has the token itself confuses
@@ -29,8 +28,6 @@ class ModelPRM(StepPRM):
     """
 
     Config: ClassVar[type[ModelPRMConfig]] = ModelPRMConfig
-    queue_rows: ClassVar[int] = 64
-    queue_in_flight: ClassVar[int] = 1
 
     config: ModelPRMConfig
 
@@ -63,16 +60,6 @@ class ModelPRM(StepPRM):
             for place, scores in zip(part, self._scores(inputs, places), strict=True):
                 found[kept[place]] = _finite(scores)
         return found
-
-    @endpoint()
-    def offload(self) -> None:
-        """Move the model to host memory; without a GPU it stays where it is."""
-        self._model.move(away=True)
-
-    @endpoint()
-    def onload(self) -> None:
-        """Move the model back to its GPU."""
-        self._model.move(away=False)
 
     def _scores(self, inputs: dict[str, Any], places: Sequence[Sequence[int]]) -> list[list[float]]:
         """The scores at some places of each row."""

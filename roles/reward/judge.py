@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from rolegraph.batch import Batch
 from rolegraph.errors import ConfigError
 from rolegraph.interfaces import SamplingParams
-from rolegraph.role import RoleContext
+from rolegraph.role import Role, RoleContext, endpoint
 from rolegraph.services.reply import Reply
 from roles.reward.judge_config import GIVEN, JudgeConfig, names_in
 from roles.reward.reading import Message, as_text
@@ -166,6 +166,36 @@ class Judge:
         text = self._tokenizer.apply_chat_template(list(chat), tokenize=False, add_generation_prompt=True)
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
+
+
+class JudgeRole(Role):
+    """What roles with a judge do alike; the kind of reward comes from a class beside it."""
+
+    queue_rows: ClassVar[int] = 4
+    queue_rows_alone: ClassVar[int] = 16
+
+    def __init__(self, config: JudgeConfig, context: RoleContext) -> None:
+        super().__init__(config, context)
+        self._judge = Judge(config, context)
+
+    def setup(self) -> None:
+        """Find the service, or start the engine."""
+        super().setup()
+        self._judge.start()
+
+    def teardown(self) -> None:
+        """Give up what is asked, and stop the engine."""
+        self._judge.close()
+
+    @endpoint()
+    def offload(self) -> None:
+        """Move an engine's weights to host memory; without a GPU they stay where they are."""
+        self._judge.move(away=True)
+
+    @endpoint()
+    def onload(self) -> None:
+        """Move them back."""
+        self._judge.move(away=False)
 
 
 def unread(reply: Reply, why: str) -> str:

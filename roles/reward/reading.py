@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rolegraph.batch import Batch
+from rolegraph.errors import ConfigError
 from rolegraph.rewards.steps import Decode
 
 Message = dict[str, str]
@@ -25,6 +26,13 @@ def decoder(model: str, *, skip_special_tokens: bool) -> Decode:
 
     slow = AutoTokenizer.from_pretrained(model)
     return lambda ids: slow.batch_decode([list(row) for row in ids], skip_special_tokens=skip_special_tokens)
+
+
+def policy_decoder(role: str, policy: str | None) -> Decode:
+    """From response ids to text, without special tokens. Raises ConfigError where no tokenizer is given."""
+    if policy is None:
+        raise ConfigError(f"{role}.policy is not set: give the folder of the policy's tokenizer")
+    return decoder(policy, skip_special_tokens=True)
 
 
 def texts_of(batch: Batch, decode: Decode) -> list[str | None]:

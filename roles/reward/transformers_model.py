@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rolegraph.errors import ConfigError, TurnError
-from rolegraph.role import RoleContext
+from rolegraph.role import Role, RoleContext, endpoint
 from roles.reward.config import PROMPT, RESPONSE, RewardModelConfig, value_of
 from roles.reward.reading import as_messages, as_text
 
@@ -116,6 +116,24 @@ class RewardModel:
         if rows[0].types is not None:
             inputs["token_type_ids"] = stack([row.types or [] for row in rows], 0)
         return inputs
+
+
+class RewardModelRole(Role):
+    """What roles with such a model do alike; the kind of reward comes from a class beside it."""
+
+    queue_rows: ClassVar[int] = 64
+    queue_in_flight: ClassVar[int] = 1
+    _model: RewardModel
+
+    @endpoint()
+    def offload(self) -> None:
+        """Move the model to host memory; without a GPU it stays where it is."""
+        self._model.move(away=True)
+
+    @endpoint()
+    def onload(self) -> None:
+        """Move the model back to its GPU."""
+        self._model.move(away=False)
 
 
 class Encoded:
