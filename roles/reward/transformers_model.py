@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rolegraph.errors import ConfigError, TurnError
 from rolegraph.role import Role, RoleContext, endpoint
+from roles.frozen import FrozenModel
 from roles.reward.config import PROMPT, RESPONSE, RewardModelConfig, value_of
 from roles.reward.reading import as_messages, as_text
 
@@ -30,25 +31,17 @@ class RewardModel:
 
         Raises ConfigError for a checkpoint without the head, whose scores would be noise.
         """
-        import torch
         import transformers
 
-        torch.set_num_threads(context.threads)
-        on_gpu = context.device == "cuda"
-        dtype = {"auto": "bfloat16" if on_gpu else "float32"}.get(config.dtype, config.dtype)
         kind = getattr(transformers, auto_class) if isinstance(auto_class, str) else auto_class()
         self._role = context.role
-        self._model, info = kind.from_pretrained(
-            config.folder, dtype=getattr(torch, dtype), output_loading_info=True
-        )  # fmt: skip
-        if missing := sorted(info["missing_keys"]):
+        self._frozen = FrozenModel(kind, config.folder, config.dtype, context)
+        self._model = self._frozen.model
+        if missing := self._frozen.missing:
             raise ConfigError(
                 f"{context.role}.model={config.folder} has no weights for {', '.join(missing[:3])}: it is no model for "
                 f"{kind.__name__}; give a reward model"
             )
-        self._model.requires_grad_(False).eval()
-        self._home = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-        self._model.to(self._home)
         self._is_away = False
         self._tokens = config.max_tokens_per_micro_batch
         self.reader = Reader(config.folder, config.form, context.role)
@@ -70,12 +63,8 @@ class RewardModel:
 
     def move(self, away: bool) -> None:
         """To host memory, or back to the device; without a GPU it stays where it is."""
-        import torch
-
         self._is_away = away
-        if self._home.type == "cuda":
-            self._model.to("cpu" if away else self._home)
-            torch.cuda.empty_cache()
+        self._frozen.move(away)
 
     def passes(self, rows: Sequence[Encoded]) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
         """Rows of like length together: their places among `rows`, and what the model is called with."""
@@ -107,7 +96,7 @@ class RewardModel:
         width = max(len(row.ids) for row in rows)
 
         def stack(parts: Sequence[Sequence[int]], fill: int) -> Tensor:
-            return torch.tensor([[*part, *[fill] * (width - len(part))] for part in parts], device=self._home)
+            return torch.tensor([[*part, *[fill] * (width - len(part))] for part in parts], device=self._frozen.home)
 
         inputs = {
             "input_ids": stack([row.ids for row in rows], self._pad or 0),

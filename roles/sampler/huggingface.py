@@ -12,6 +12,7 @@ from rolegraph.batch import Batch
 from rolegraph.interfaces import SamplerRole, SamplingParams
 from rolegraph.models.architecture import positions
 from rolegraph.role import RoleContext, endpoint
+from roles.frozen import FrozenModel
 from roles.reward.reading import decoder
 from roles.rollout import arguments
 from roles.rollout.slumber import Slumber
@@ -45,21 +46,13 @@ class HuggingFaceSampler(SamplerRole):
 
     def setup(self) -> None:
         """Load the model."""
-        import torch
         from transformers import AutoModelForCausalLM, GenerationConfig
 
-        config, context = self.config, self.context
-        torch.set_num_threads(context.threads)
-        on_gpu = context.device == "cuda"
-        dtype = {"auto": "bfloat16" if on_gpu else "float32"}.get(config.dtype, config.dtype)
-        spread = {"device_map": "auto"} if on_gpu and len(context.device_ids) > 1 else {}
-        self._model: Any = AutoModelForCausalLM.from_pretrained(config.folder, dtype=getattr(torch, dtype), **spread)
-        self._model.requires_grad_(False).eval()
+        config = self.config
+        self._frozen = FrozenModel(AutoModelForCausalLM, config.folder, config.dtype, self.context, spread=True)
+        self._model: Any = self._frozen.model
         # A folder's own temperature, penalties and so on would act beside ours.
         self._model.generation_config = GenerationConfig()
-        self._home = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-        if not spread:
-            self._model.to(self._home)
         self._vocabulary = arguments.vocabulary_size(config.folder)
         self._limit = arguments.tokenizer_size(config.folder) or self._vocabulary
         self._eos = arguments.eos_token_ids(config.folder)
@@ -67,7 +60,9 @@ class HuggingFaceSampler(SamplerRole):
         most: int | None = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
         self._positions = positions(arguments.model_config(config.folder)) or most
         self._decode = decoder(config.folder, skip_special_tokens=True)
-        self._free = np.random.default_rng([self.context.seed if config.seed is None else config.seed, context.rank])
+        self._free = np.random.default_rng(
+            [self.context.seed if config.seed is None else config.seed, self.context.rank]
+        )
 
     @endpoint(dispatch="queue")
     def sample(self, batch: Batch, sampling: SamplingParams) -> Batch:
@@ -90,22 +85,15 @@ class HuggingFaceSampler(SamplerRole):
         """See `SamplerRole.sleep`: the weights move to host memory. On a CPU there is nothing to give."""
         refuse_level_2(self.context.role, level)
         if self._slumber.begin(level):
-            self._move("cpu")
+            self._frozen.move(away=True)
 
     @endpoint()
     def wake_up(self, parts: tuple[str, ...]) -> None:
         """See `SamplerRole.wake_up`; the cache takes its memory as it is needed."""
         waking = self._slumber.to_wake(parts)
         if "weights" in waking:
-            self._move(self._home)
+            self._frozen.move(away=False)
         self._slumber.woke(waking)
-
-    def _move(self, device: Any) -> None:
-        import torch
-
-        if self.context.device == "cuda":
-            self._model.to(device)
-            torch.cuda.empty_cache()
 
     def _why_not(self, prompt: np.ndarray[Any, Any], sampling: SamplingParams) -> str | None:
         if not len(prompt):

@@ -13,6 +13,7 @@ from rolegraph.batch import Batch
 from rolegraph.errors import ConfigError
 from rolegraph.interfaces import HeadInfo, TeacherRole
 from rolegraph.role import endpoint
+from roles.frozen import FrozenModel
 from roles.teacher.config import HuggingFaceTeacherConfig
 
 if TYPE_CHECKING:
@@ -39,19 +40,12 @@ class HuggingFaceTeacher(TeacherRole):
 
     def setup(self) -> None:
         """Load the model; raises ConfigError for one whose logits are more than a projection of its hidden states."""
-        import torch
         from transformers import AutoModelForCausalLM
 
-        config, context = self.config, self.context
-        torch.set_num_threads(context.threads)
-        on_gpu = context.device == "cuda"
-        dtype = {"auto": "bfloat16" if on_gpu else "float32"}.get(config.dtype, config.dtype)
-        spread = {"device_map": "auto"} if on_gpu and len(context.device_ids) > 1 else {}
-        self._model: Any = AutoModelForCausalLM.from_pretrained(config.folder, dtype=getattr(torch, dtype), **spread)
-        self._model.requires_grad_(False).eval()
-        self._home = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-        if not spread:
-            self._model.to(self._home)
+        self._frozen = FrozenModel(
+            AutoModelForCausalLM, self.config.folder, self.config.dtype, self.context, spread=True
+        )
+        self._model: Any = self._frozen.model
         self._body = self._model.get_decoder()
         self._keeps_cache = "use_cache" in inspect.signature(self._body.forward).parameters
         hf = self._model.config.get_text_config()
@@ -63,7 +57,7 @@ class HuggingFaceTeacher(TeacherRole):
         self._info = HeadInfo(
             vocab_size=int(head.weight.shape[0]),
             hidden_size=int(head.weight.shape[1]),
-            dtype="bfloat16" if dtype == "bfloat16" else "float32",
+            dtype="bfloat16" if self._frozen.dtype == "bfloat16" else "float32",
             scale=scale,
             soft_cap=getattr(hf, "final_logit_softcapping", None),
         )
@@ -96,20 +90,12 @@ class HuggingFaceTeacher(TeacherRole):
     @endpoint()
     def offload(self) -> None:
         """Move the model to host memory; without a GPU it stays where it is."""
-        self._move("cpu")
+        self._frozen.move(away=True)
 
     @endpoint()
     def onload(self) -> None:
         """Move the model back to its GPU."""
-        self._move(self._home)
-
-    def _move(self, device: Any) -> None:
-        import torch
-
-        if self.context.device != "cuda":
-            return
-        self._model.to(device)
-        torch.cuda.empty_cache()
+        self._frozen.move(away=False)
 
     def _score(self, batch: Batch, rows: Sequence[int], topk: int, hidden: bool, temperature: float) -> TokenScores:
         import torch

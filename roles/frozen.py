@@ -1,0 +1,41 @@
+"""A model of transformers that nobody trains: onto the role's devices, in its type, and off them by turns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rolegraph.role import RoleContext
+
+
+class FrozenModel:
+    """One replica's model, for inference alone."""
+
+    def __init__(self, kind: Any, folder: str, dtype: str, context: RoleContext, *, spread: bool = False) -> None:
+        """Load it by a class of transformers.
+
+        `dtype` auto is bfloat16 on a GPU and float32 on a CPU. With `spread` the layers go over all of the replica's
+        GPUs, where it has several.
+        """
+        import torch
+
+        torch.set_num_threads(context.threads)
+        self._on_gpu = context.device == "cuda"
+        self.dtype = {"auto": "bfloat16" if self._on_gpu else "float32"}.get(dtype, dtype)
+        placed = {"device_map": "auto"} if spread and self._on_gpu and len(context.device_ids) > 1 else {}
+        self.model, info = kind.from_pretrained(
+            folder, dtype=getattr(torch, self.dtype), output_loading_info=True, **placed
+        )
+        self.missing: list[str] = sorted(info["missing_keys"])
+        """Weights that the checkpoint lacks, which are random ones now."""
+        self.model.requires_grad_(False).eval()
+        self.home = torch.device("cuda", 0) if self._on_gpu else torch.device("cpu")
+        if not placed:
+            self.model.to(self.home)
+
+    def move(self, away: bool) -> None:
+        """To host memory, or back to the device; without a GPU it stays where it is."""
+        import torch
+
+        if self._on_gpu:
+            self.model.to("cpu" if away else self.home)
+            torch.cuda.empty_cache()
