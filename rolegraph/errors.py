@@ -30,6 +30,10 @@ class WeightSyncError(RoleGraphError):
     """Weights did not arrive, or not in the shape that was agreed."""
 
 
+class CheckpointError(RoleGraphError):
+    """A checkpoint could not be written, or is not whole, or does not belong to this run."""
+
+
 class TurnError(RoleGraphError):
     """A role was asked to work without what it needs on its device, or out of its turn."""
 

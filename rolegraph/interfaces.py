@@ -7,110 +7,49 @@ entry i is about response token i given everything before it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from collections.abc import Sequence
+from typing import ClassVar
 
 from rolegraph.batch import Batch
 from rolegraph.role import Role, endpoint
-
-Metrics = dict[str, float]
-PolicyWeights = Literal["current", "initial", "average"]
-"""Weights that a train role can compute with: of now, of the start, or a moving average."""
-StepReduce = Literal["min", "mean", "last"]
-"""How the scores of a response's steps become one number."""
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How a rollout draws tokens; the names are those of vLLM."""
-
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    """0 keeps the whole vocabulary."""
-    min_p: float = 0.0
-    max_tokens: int = 256
-    stop_token_ids: tuple[int, ...] = ()
-    """Ids that end a response, beside the end-of-sequence ids of the model."""
-    ignore_eos: bool = False
-    seed: int | None = None
-    """Base of the per-sample seeds: one value names the same draws on every machine; null draws freely."""
-    step: int = 0
-    """The generation step, part of every sample's seed, written to the `step` column."""
-
-
-@dataclass(frozen=True)
-class LossSpec:
-    """A loss as the config names it: an import path and its keyword arguments (plain values only)."""
-
-    target: str
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class HeadInfo:
-    """What a model does with its last hidden states, beside the weight it multiplies them with."""
-
-    vocab_size: int
-    """Rows of the weight that are tokens; further ones are padding."""
-    hidden_size: int
-    dtype: str
-    """Of the weight and the hidden states as they travel: float32, or bfloat16 (as uint16 of the same bits)."""
-    scale: float = 1.0
-    """Logits are multiplied by it."""
-    soft_cap: float | None = None
-    """Logits become soft_cap * tanh(logits / soft_cap), after scaling."""
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """One weight as it travels from trainer to engine, under its Hugging Face name."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-
-@dataclass(frozen=True)
-class TransferGroup:
-    """Where the ranks of one weight-sync process group meet.
-
-    The sending rank is 0; the workers of each living replica follow, `offsets[r]` being the rank of replica r's first.
-    """
-
-    backend: str
-    """gloo, nccl or ipc."""
-    host: str
-    port: int
-    world_size: int
-    offsets: Mapping[int, int]
-    timeout_s: float
-
-
-FAULT_REASONS = (
-    "timeout",
-    "crash",
-    "exception",
-    "not_a_list",
-    "wrong_length",
-    "none",
-    "not_a_number",
-    "not_finite",
-    "unparsable",
-    "no_reply",
-    "no_response",
-    "too_long",
-    "other",
+from rolegraph.values import (
+    FAULT_REASONS,
+    AdapterInfo,
+    HeadInfo,
+    LossSpec,
+    Metrics,
+    PolicyWeights,
+    SamplingParams,
+    StepReduce,
+    TensorInfo,
+    TransferGroup,
 )
-"""Why a reward function gave no reward for a row; a number in a column `reward_faults/NAME` is 1 + the index here."""
 
+__all__ = [
+    "FAULT_REASONS",
+    "AdapterInfo",
+    "HeadInfo",
+    "LossSpec",
+    "Metrics",
+    "ORMRole",
+    "PRMRole",
+    "PolicyWeights",
+    "RolloutRole",
+    "SamplerRole",
+    "SamplingParams",
+    "StepReduce",
+    "TeacherRole",
+    "TensorInfo",
+    "TrainRole",
+    "TransferGroup",
+    "first_rank",
+]
 
 _NO_OFFLOAD = (
     "this train role does not offload: set placement.offload_model=false and placement.offload_optimizer=false, or "
     "override offload and onload"
 )
+_NO_CHECKPOINTS = "this train role has no checkpoints: set checkpoint.every=null, or override save, is_saving and load"
 _NO_SLEEP = "this role cannot be put to sleep: set placement.sleep_level=0, or override sleep and wake_up"
 
 
@@ -180,8 +119,48 @@ class TrainRole(Role):
         raise NotImplementedError
 
     @endpoint()
-    def export_hf(self, path: str) -> None:
-        """Write a Hugging Face folder: weights, config and tokenizer."""
+    def export_hf(self, path: str, *, adapter: bool = False) -> None:
+        """Write a Hugging Face folder: weights (an adapter merged into them), config and tokenizer.
+
+        With `adapter` the adapter alone, as PEFT reads it; ConfigError where there is none.
+        """
+        raise NotImplementedError
+
+    @endpoint()
+    def save(self, path: str) -> None:
+        """Begin to save everything that later steps depend on into the folder `path`, which exists and is empty.
+
+        Weights, those of the reference and of the average where they are not those of the start, the optimizer, the
+        place in the schedule, and the states of random generators. Returns as soon as training may go on: what is
+        written is the state of now. `finish_save` ends it, and one save runs at a time.
+        """
+        raise NotImplementedError(_NO_CHECKPOINTS)
+
+    @endpoint(lane="control")
+    def is_saving(self) -> bool:
+        """Whether this rank still writes; answered while the main lane computes."""
+        raise NotImplementedError(_NO_CHECKPOINTS)
+
+    @endpoint()
+    def finish_save(self) -> None:
+        """Wait for the writes, and make the folder complete; nothing happens where nothing is being saved.
+
+        Raises CheckpointError where a rank could not write (a full disk): the folder is then worth nothing, the weights
+        are as they were, and another save may begin.
+        """
+        raise NotImplementedError(_NO_CHECKPOINTS)
+
+    @endpoint()
+    def load(self, path: str, *, weights_only: bool = False) -> None:
+        """Take back what `save` wrote, of this layout of ranks or of another; `weights_only` leaves the rest as it is.
+
+        Raises CheckpointError where the folder is not whole, or of another model.
+        """
+        raise NotImplementedError(_NO_CHECKPOINTS)
+
+    @endpoint(execute="first")
+    def adapter_info(self) -> AdapterInfo | None:
+        """The adapter under training; null where all weights are."""
         raise NotImplementedError
 
     @endpoint(execute="first")
@@ -190,8 +169,8 @@ class TrainRole(Role):
         raise NotImplementedError
 
     @endpoint(execute="first")
-    def weight_manifest(self) -> list[TensorInfo]:
-        """Every tensor `send_weights` will send, in order."""
+    def weight_manifest(self, *, adapter: bool = False) -> list[TensorInfo]:
+        """Every tensor `send_weights` will send, in order; with `adapter` those of the adapter, under PEFT's names."""
         raise NotImplementedError
 
     @endpoint()
@@ -200,8 +179,11 @@ class TrainRole(Role):
         raise NotImplementedError
 
     @endpoint()
-    def send_weights(self, bucket_bytes: int) -> float:
-        """Gather each weight over the model-parallel ranks and broadcast it from rank 0; returns seconds."""
+    def send_weights(self, bucket_bytes: int, *, adapter: bool = False) -> float:
+        """Gather each weight over the model-parallel ranks and broadcast it from rank 0; returns seconds.
+
+        An adapter is merged into them; with `adapter` it is sent alone.
+        """
         raise NotImplementedError
 
     @endpoint()
@@ -258,8 +240,13 @@ class RolloutRole(Role):
         raise NotImplementedError
 
     @endpoint()
-    def receive_weights(self, manifest: list[TensorInfo], bucket_bytes: int, version: int) -> float:
-        """Load the weights the trainer sends, reset the prefix cache, take `version`; returns seconds."""
+    def receive_weights(
+        self, manifest: list[TensorInfo], bucket_bytes: int, version: int, *, adapter: AdapterInfo | None = None
+    ) -> float:
+        """Load the weights the trainer sends, reset the prefix cache, take `version`; returns seconds.
+
+        With `adapter` they are an adapter's, which replaces the one before it beside weights that stay.
+        """
         raise NotImplementedError
 
     @endpoint()

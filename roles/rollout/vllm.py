@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from rolegraph.batch import Batch
 from rolegraph.errors import BatchError, TurnError, WeightSyncError
-from rolegraph.interfaces import RolloutRole, SamplingParams, TensorInfo, TransferGroup
+from rolegraph.interfaces import AdapterInfo, RolloutRole, SamplingParams, TensorInfo, TransferGroup
 from rolegraph.role import RoleContext, endpoint
 from roles.rollout import arguments
 from roles.rollout.config import VLLMRolloutConfig
@@ -102,7 +102,9 @@ class VLLMRollout(RolloutRole):
         )
 
     @endpoint()
-    def receive_weights(self, manifest: list[TensorInfo], bucket_bytes: int, version: int) -> float:
+    def receive_weights(
+        self, manifest: list[TensorInfo], bucket_bytes: int, version: int, *, adapter: AdapterInfo | None = None
+    ) -> float:
         """See `RolloutRole.receive_weights`.
 
         Raises WeightSyncError naming the weight that is missing, unknown or misshapen, and TurnError while the weights
@@ -110,6 +112,8 @@ class VLLMRollout(RolloutRole):
         succeeds.
         """
         started = time.monotonic()
+        if adapter is not None:
+            raise WeightSyncError(f"{self.context.role} was started without room for an adapter")
         try:
             self._engine.slumber.refuse_weights()
             self._check_manifest(manifest)

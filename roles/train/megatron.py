@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from rolegraph.batch import Batch
 from rolegraph.interfaces import (
+    AdapterInfo,
     HeadInfo,
     LossSpec,
     Metrics,
@@ -137,10 +138,11 @@ class MegatronTrain(TrainRole):
         self._trainer.use_teacher_head(head, info)
 
     @endpoint()
-    def export_hf(self, path: str) -> None:
+    def export_hf(self, path: str, *, adapter: bool = False) -> None:
         """Write a Hugging Face folder that loads like the one the policy came from."""
         from roles.train.weights_out import export_hf
 
+        self._refuse(adapter)
         self._offload.need("model")
         export_hf(self._export, self._policy, path)
 
@@ -152,8 +154,14 @@ class MegatronTrain(TrainRole):
         return self.context.address, free_port()
 
     @endpoint(execute="first")
-    def weight_manifest(self) -> list[TensorInfo]:
+    def adapter_info(self) -> AdapterInfo | None:
+        """See `TrainRole.adapter_info`."""
+        return None
+
+    @endpoint(execute="first")
+    def weight_manifest(self, *, adapter: bool = False) -> list[TensorInfo]:
         """Every tensor `send_weights` sends, in order."""
+        self._refuse(adapter)
         return self._export.manifest
 
     @endpoint()
@@ -166,13 +174,14 @@ class MegatronTrain(TrainRole):
             self._sender = WeightSender(group, device=self.context.device)
 
     @endpoint()
-    def send_weights(self, bucket_bytes: int) -> float:
+    def send_weights(self, bucket_bytes: int, *, adapter: bool = False) -> float:
         """Gather on all ranks, send from rank 0; returns seconds.
 
         Raises WeightSyncError when a receiver is gone; the next sync connects anew.
         """
         from rolegraph.errors import TurnError, WeightSyncError
 
+        self._refuse(adapter)
         started = time.perf_counter()
         try:
             self._offload.need("model")
@@ -207,6 +216,13 @@ class MegatronTrain(TrainRole):
     def onload(self, model: bool, optimizer: bool) -> None:
         """See `TrainRole.onload`."""
         self._offload.take(model=model, optimizer=optimizer)
+
+    @staticmethod
+    def _refuse(adapter: bool) -> None:
+        from rolegraph.errors import ConfigError
+
+        if adapter:
+            raise ConfigError("all weights are trained, and there is no adapter to be had alone")
 
     def _resolve(self, spec: LossSpec) -> Loss:
         """The loss object of a spec; one that was asked for before is kept, with what it holds."""
