@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rolegraph.algorithms.base import Algorithm
+from rolegraph.algorithms.hooks import Hook
 from rolegraph.algorithms.scorers import Scorers
 from rolegraph.algorithms.teachers import Teachers, assigned
 from rolegraph.config.rules import settle
@@ -55,6 +56,8 @@ class Run:
     """All teachers behind one call; empty where nothing is distilled."""
     scorers: Scorers = field(default_factory=lambda: Scorers({}))
     """All prm and orm roles behind one call; empty where nothing is scored."""
+    hooks: tuple[Hook, ...] = ()
+    """Who is told of stages and steps, in this order."""
 
 
 def main(config: RunConfig) -> None:

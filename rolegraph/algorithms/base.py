@@ -7,11 +7,14 @@ import types
 import typing
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from rolegraph.algorithms.hooks import Step
 from rolegraph.errors import ConfigError, TurnError
+from rolegraph.interfaces import Metrics
 from rolegraph.role import Role
 from rolegraph.turns import PHASES, Phase
 
@@ -50,6 +53,8 @@ class Algorithm:
         self.config = config
         self.job = run
         """The run: its config, dataset, telemetry, weight sync, and whose turn it is."""
+        self.at = Step("", 0, 0)
+        """The step behind which the program is."""
 
     @classmethod
     def roles(cls) -> dict[str, tuple[type[Role], bool]]:
@@ -81,6 +86,23 @@ class Algorithm:
     async def run(self) -> None:
         """The program, from the first step to the last."""
         raise NotImplementedError
+
+    async def begin_stage(self, name: str, steps: int, *, is_main: bool = True) -> None:
+        """A part of the run begins, of so many optimizer steps: the algorithm's own, or what comes before it."""
+        self.job.telemetry.stage(name, steps)
+        self.at = Step(name, 0, steps, is_main)
+        for hook in self.job.hooks:
+            await hook.begun(self, self.at)
+
+    async def end_step(self, metrics: Metrics) -> None:
+        """The next optimizer step of the stage was taken: it goes into the log, and hooks do what is due."""
+        at = replace(self.at, number=self.at.number + 1, metrics=metrics)
+        for hook in self.job.hooks:
+            metrics = metrics | await hook.stepped(self, at)
+        self.job.telemetry.step(at.number, metrics)
+        self.at = replace(at, metrics=metrics)
+        for hook in self.job.hooks:
+            await hook.logged(self, self.at)
 
     async def sync(self) -> int:
         """Bring the trainer's weights into the engines; returns how often that was done, their version."""

@@ -63,7 +63,7 @@ class GKD(Algorithm):
             await warm_start(self, self.train, config.warm_start, rows=config.global_batch_size)
         await self.introduce()
         steps = self.steps(config.global_batch_size)
-        telemetry.stage("gkd", steps)
+        await self.begin_stage("gkd", steps)
         seed = self.job.config.seed
         self.own = [step for step in range(1, steps + 1) if is_on_policy(config.lmbda, seed, step)]
         on_policy = frozenset(self.own)
@@ -78,7 +78,7 @@ class GKD(Algorithm):
                 telemetry.samples(step, rows.drop(LARGE))
                 metrics |= await self.step(rows, on_policy=step in on_policy)
                 del rows  # or the store would hold hidden states of two steps
-                telemetry.step(step, metrics | {"on_policy": float(step in on_policy)})
+                await self.end_step(metrics | {"on_policy": float(step in on_policy)})
 
     async def sample(self) -> tuple[Batch, Metrics]:
         """The student's responses to the prompts of its next step, scored where the teacher does not change."""

@@ -71,7 +71,7 @@ class GRPO(Algorithm):
             async with self.turn("teach"):
                 await self.teachers.introduce(self.train, self.ask)
         steps, step = self.steps(config.prompts_per_generation / config.steps_per_batch), 0
-        telemetry.stage("grpo", steps)
+        await self.begin_stage("grpo", steps)
         if config.staleness_note:
             telemetry.event(config.staleness_note)
         count = math.ceil(steps / config.steps_per_batch)
@@ -85,7 +85,7 @@ class GRPO(Algorithm):
                 for batch in optimizer_batches(samples, config.steps_per_generation, config.num_iterations):
                     step += 1
                     metrics |= await self.step(batch)
-                    telemetry.step(step, metrics)
+                    await self.end_step(metrics)
                     metrics = {}
                     if step == steps:
                         break

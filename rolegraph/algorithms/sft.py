@@ -43,16 +43,17 @@ async def supervised(
     rows: int,
     loss: LossSpec = CROSS_ENTROPY,
     lr: float | None = None,
+    is_main: bool = True,
 ) -> None:
     """`steps` optimizer steps of `rows` dataset rows each, in the run's seeded order; `lr` overrides the schedule."""
     run = algorithm.job
-    run.telemetry.stage(stage, steps)
+    await algorithm.begin_stage(stage, steps, is_main=is_main)
     batches = run.dataset.batches(rows, run.config.seed)
-    for step in range(1, steps + 1):
+    for _ in range(steps):
         batch = next(batches)
         async with algorithm.turn("train"):
             metrics = await train.step(batch, loss=loss, lr=lr)
-        run.telemetry.step(step, of_step(metrics))
+        await algorithm.end_step(of_step(metrics))
 
 
 async def warm_start(algorithm: Algorithm, train: TrainRole, options: WarmStartConfig, *, rows: int) -> None:
@@ -61,7 +62,8 @@ async def warm_start(algorithm: Algorithm, train: TrainRole, options: WarmStartC
     Optimizer and schedule start anew after them, and what they taught is what reference weights hold.
     """
     size = options.global_batch_size or rows
-    await supervised(algorithm, train, stage="warm_start", steps=options.max_steps, rows=size, lr=options.lr)
+    steps = options.max_steps
+    await supervised(algorithm, train, stage="warm_start", steps=steps, rows=size, lr=options.lr, is_main=False)
     async with algorithm.turn("train"):
         await train.reset_optimizer()
         if algorithm.job.config.keeps_reference:

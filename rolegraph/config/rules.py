@@ -26,6 +26,7 @@ from rolegraph.role import is_scorer, is_teacher
 LATER: dict[tuple[str, ...], str] = {
     ("checkpoint",): "checkpoints",
     ("eval",): "evaluation during the run",
+    ("health",): "starting roles again",
 }
 """Keys that users of such systems know and that nothing here acts on yet."""
 

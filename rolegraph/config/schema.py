@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge
 
+from rolegraph.checkpoints.config import CheckpointConfig
 from rolegraph.data.config import DataConfig
+from rolegraph.evaluation.config import EvalConfig
+from rolegraph.health import HealthConfig
 from rolegraph.models.config import ModelConfig
 from rolegraph.placement import PlacementConfig
 from rolegraph.rewards.config import RewardConfig
@@ -56,6 +59,9 @@ class RootConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     reward: RewardConfig | None = None
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
 
 
 @dataclass(frozen=True)
@@ -90,6 +96,9 @@ class RunConfig:
     model: ModelConfig
     reward: RewardConfig | None
     logger: LoggerConfig
+    checkpoint: CheckpointConfig
+    eval: EvalConfig
+    health: HealthConfig
     python_path: tuple[str, ...] = ()
     """Folders with the user's own code (`--config-dir`), for the `sys.path` of every actor."""
     tree: Mapping[str, Any] = field(default_factory=dict, repr=False)

@@ -350,6 +350,7 @@ class World:
             telemetry=self.telemetry,
             sync=self.sync,
             turns=self.turns,
+            hooks=(),
         )
         self.train, self.rollout = Train(self.calls), Rollout(self.calls, self.sync)
         self.orm = ORM(self.calls, rewards)

@@ -1,0 +1,50 @@
+"""What hangs on the steps of an algorithm without being its loop: evaluation, checkpoints, counting faults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rolegraph.interfaces import Metrics
+
+if TYPE_CHECKING:
+    from rolegraph.algorithms.base import Algorithm
+
+
+@dataclass(frozen=True)
+class Step:
+    """Where a run is: behind optimizer step `number` of one of its stages."""
+
+    stage: str
+    """The algorithm's own name for it; `warm_start` for the steps before its own."""
+    number: int
+    """Counted from 1 within the stage; 0 is its beginning."""
+    of: int
+    """Steps that the stage has in all."""
+    is_main: bool = True
+    """Whether the stage is what the run is for, and no warm start."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the log says of the step."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage ends here."""
+        return self.number >= self.of
+
+
+class Hook:
+    """Overrides what it wants to hear of. Hooks are told one after another, in the order of `Run.hooks`."""
+
+    async def begun(self, algorithm: Algorithm, step: Step) -> None:
+        """A stage begins; in a run that goes on, perhaps in its middle."""
+
+    async def stepped(self, algorithm: Algorithm, step: Step) -> Metrics:
+        """A step was taken; what is returned joins its line in the log."""
+        return {}
+
+    async def logged(self, algorithm: Algorithm, step: Step) -> None:
+        """The line of a step is in the log."""
+
+    async def ended(self, algorithm: Algorithm) -> None:
+        """The last step of the run was taken, and all actors are still there."""
