@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 from rolegraph.models.config import ModelConfig, folder_of
+from roles.train.tuner import TunerConfig
 
 DEFAULT_MICRO_BATCH_ROWS = 4
 """Of the longest length; as many shorter ones as `microbatch.ACTIVATION_BYTES` hold."""
@@ -186,8 +187,8 @@ def owner(field_name: str, node: str) -> str:
 
 
 @dataclass
-class MegatronTrainConfig(MegatronModelConfig):
-    """What `train` takes: a model on a mesh, and the optimizer."""
+class MegatronTrainConfig(TunerConfig, MegatronModelConfig):
+    """What `train` takes: a model on a mesh, what of it is trained, and the optimizer."""
 
     fields_of: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         {"megatron": (TRANSFORMER_CONFIG, OPTIMIZER_CONFIG)}
@@ -195,7 +196,8 @@ class MegatronTrainConfig(MegatronModelConfig):
     at_least_one: ClassVar[tuple[str, ...]] = (*MegatronModelConfig.at_least_one, "decay_steps")
 
     reference: Literal["initial"] | None = None
-    """initial: keep a second copy of the starting weights, for `logprobs(reference=True)`."""
+    """initial: keep the starting weights for `logprobs(reference=True)`: a second copy, or with adapters none, since
+    they are the weights without them."""
 
     # The optimizer (AdamW) and its schedule.
     lr: float = 1e-6
@@ -229,7 +231,7 @@ class MegatronTrainConfig(MegatronModelConfig):
         return found
 
     def _conflicts(self) -> list[str]:
-        found = super()._conflicts()
+        found = [*super()._conflicts(), *self.tuner_problems()]
         if self.min_lr > self.lr:
             found.append(f"train.min_lr={self.min_lr} is above train.lr={self.lr}")
         return found

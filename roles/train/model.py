@@ -235,6 +235,8 @@ def _check(config: MegatronModelConfig, hf_config: Any, experts: bool) -> None:
             f"{node}.share_prompts=true is for installations without Transformer Engine, whose attention has no "
             "prompts that several responses see: set it to null"
         )
+    if getattr(config, "tuner_type", "full") == "lora":
+        found.append(f"{node}.tuner_type=lora is not built for Megatron yet: set it to full")
     expert_parallel = config.expert_model_parallel_size
     if expert_parallel > 1 and not experts:
         found.append(f"{node}.expert_model_parallel_size={expert_parallel}, but {hf_config.model_type} has no experts")
