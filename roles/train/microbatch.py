@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from rolegraph.errors import PlanError
-from roles.train.config import DEFAULT_MICRO_BATCH_ROWS
+from roles.train.options import DEFAULT_MICRO_BATCH_ROWS
 
 ACTIVATION_BYTES = 512 * 2**20
 """What a micro-batch may keep between forward and backward where no setting bounds it: short rows of a small model go
