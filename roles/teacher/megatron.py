@@ -36,11 +36,11 @@ class MegatronTeacher(TeacherRole):
         torch.set_num_threads(self.context.threads)
         if self.context.device == "cuda":
             torch.cuda.set_device(0)
-        from roles.train import forward, model, offload
+        from roles.train import forward, megatron_passes, model, offload
 
         self._model: Model = model.build_model(self.config, self.context)
         self._model.model.requires_grad_(False)
-        self._forward: Forward = forward.Forward(self.config, self._model)
+        self._forward: Forward = forward.Forward(self.config, megatron_passes.MegatronPasses(self.config, self._model))
         self._offload: Offload = offload.Offload(self._model, moves=self.context.device == "cuda")
 
     def teardown(self) -> None:

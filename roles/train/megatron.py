@@ -3,30 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
-from rolegraph.batch import Batch
-from rolegraph.interfaces import (
-    AdapterInfo,
-    HeadInfo,
-    LossSpec,
-    Metrics,
-    PolicyWeights,
-    TensorInfo,
-    TrainRole,
-    TransferGroup,
-    first_rank,
-)
-from rolegraph.role import endpoint
 from roles.train.config import MegatronTrainConfig
+from roles.train.role import ShardedTrain
 
 if TYPE_CHECKING:
-    from rolegraph.losses.types import Loss
-    from rolegraph.wire import WeightSender
     from roles.train.model import Policy
     from roles.train.offload import Offload
     from roles.train.trainer import Trainer
@@ -35,213 +18,36 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class MegatronTrain(TrainRole):
+class MegatronTrain(ShardedTrain):
     """Trains a Hugging Face checkpoint with tensor, pipeline, data, sequence and expert parallelism.
 
-    With CUDA it needs NCCL; without, gloo and the shim of `roles.train.shim`. Every endpoint but `rendezvous` and
-    `weight_manifest` is collective: all ranks have to be called.
+    With CUDA it needs NCCL; without, gloo and the shim of `roles.train.shim`.
     """
 
     Config: ClassVar[type[MegatronTrainConfig]] = MegatronTrainConfig
-    environment: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {
-            # glibc would unmap large blocks when freed, and page them in again for the next micro-batch, which costs
-            # more than the arithmetic on them; and it would give this thread an arena that holds no large blocks.
-            "MALLOC_ARENA_MAX": "1",
-            "MALLOC_MMAP_THRESHOLD_": str(2**30),
-            "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
-        }
-    )
     config: MegatronTrainConfig
-    _loss: tuple[LossSpec, Loss] | None = None
-    _sender: WeightSender | None = None
 
     def setup(self) -> None:
         """Load the model; raises ConfigError where config, model and installation do not fit."""
         started = time.perf_counter()
         self._configure_process()
-        from roles.train import model, offload, trainer, weights_out
+        from roles.train import megatron_passes, model, offload, trainer, weights_out
 
         self._policy: Policy = model.build_policy(self.config, self.context)
-        self._trainer: Trainer = trainer.Trainer(self.config, self._policy)
+        self._trainer: Trainer = trainer.Trainer(
+            self.config, megatron_passes.MegatronLearner(self.config, self._policy)
+        )
         self._export: WeightExport = weights_out.WeightExport(self._policy)
         self._offload: Offload = offload.Offload(self._policy, moves=self.context.device == "cuda")
         _log.info("rank %d ready in %.1f s", self.context.rank, time.perf_counter() - started)
 
-    def teardown(self) -> None:
-        """Leave all process groups, and give back the memory that waits for the next micro-batch."""
-        from rolegraph.losses.projection import release_buffers
+    def _leave(self) -> None:
         from roles.train.model import leave
 
-        MegatronTrain.disconnect_weights(self)
         leave()
-        release_buffers()
 
-    @endpoint(dispatch="dp", collect=first_rank, cost="length")
-    def step(self, batch: Batch, *, loss: LossSpec, temperature: float = 1.0, lr: float | None = None) -> Metrics:
-        """Take one optimizer step on the global batch, of which `batch` is this data-parallel rank's part."""
-        self._offload.need("model", "optimizer", "gradients")
-        return self._trainer.step(batch, self._resolve(loss), temperature=temperature, lr=lr)
+    def _write_folder(self, path: str) -> None:
+        from roles.train.hf_folder import write_folder
 
-    @endpoint(dispatch="dp", cost="length")
-    def logprobs(
-        self, batch: Batch, *, temperature: float = 1.0, reference: bool = False, entropy: bool = False
-    ) -> Batch:
-        """Score the responses. Returns the new columns alone, for `Batch.merge`.
-
-        They are `logprobs` (and `entropy`, nats, where asked), or with `reference` `ref_logprobs` and, where the batch
-        has `logprobs`, the row's `ref_kl`: the sum over trained tokens of logprobs - ref_logprobs.
-        """
-        self._offload.need("model")
-        if not reference:
-            return Batch.from_columns(self._trainer.logprobs(batch, temperature=temperature, entropy=entropy))
-        from roles.train.trainer import row_divergence
-
-        with self._policy.holding("initial"):
-            columns = self._trainer.logprobs(batch, temperature=temperature, entropy=False)
-        scored = {"ref_logprobs": columns["logprobs"]}
-        if "logprobs" in batch.column_names:
-            scored["ref_kl"] = row_divergence(batch, columns["logprobs"])
-        return Batch.from_columns(scored)
-
-    @endpoint()
-    def reset_optimizer(self) -> None:
-        """Forget moments, and start the learning-rate schedule over."""
-        self._offload.need("optimizer")
-        self._trainer.reset()
-
-    @endpoint()
-    def save_reference(self) -> None:
-        """Make the weights of now the reference weights."""
-        self._offload.need("model")
-        self._policy.save_reference()
-
-    @endpoint(dispatch="dp", cost="length")
-    def teach(
-        self, batch: Batch, *, weights: PolicyWeights, topk: int = 0, hidden: bool = False, temperature: float = 1.0
-    ) -> Batch:
-        """See `TrainRole.teach`."""
-        self._offload.need("model")
-        with self._policy.holding(weights):
-            return self._trainer.teach(batch, topk=topk, hidden=hidden, temperature=temperature)
-
-    @endpoint()
-    def average_weights(self, decay: float) -> None:
-        """See `TrainRole.average_weights`."""
-        self._offload.need("model")
-        self._policy.update_average(decay)
-
-    @endpoint()
-    def use_teacher_head(self, head: Batch | PolicyWeights, info: HeadInfo | None = None) -> None:
-        """See `TrainRole.use_teacher_head`."""
-        self._offload.need("model")
-        self._trainer.use_teacher_head(head, info)
-
-    @endpoint()
-    def export_hf(self, path: str, *, adapter: bool = False) -> None:
-        """Write a Hugging Face folder that loads like the one the policy came from."""
-        from roles.train.weights_out import export_hf
-
-        self._refuse(adapter)
-        self._offload.need("model")
-        export_hf(self._export, self._policy, path)
-
-    @endpoint(execute="first")
-    def rendezvous(self) -> tuple[str, int]:
-        """This node's address and a free port of it."""
-        from rolegraph.weights import free_port
-
-        return self.context.address, free_port()
-
-    @endpoint(execute="first")
-    def adapter_info(self) -> AdapterInfo | None:
-        """See `TrainRole.adapter_info`."""
-        return None
-
-    @endpoint(execute="first")
-    def weight_manifest(self, *, adapter: bool = False) -> list[TensorInfo]:
-        """Every tensor `send_weights` sends, in order."""
-        self._refuse(adapter)
-        return self._export.manifest
-
-    @endpoint()
-    def connect_weights(self, group: TransferGroup) -> None:
-        """Rank 0 waits until all receivers have joined."""
-        from rolegraph.weights import WeightSender
-
-        MegatronTrain.disconnect_weights(self)
-        if self.context.rank == 0:
-            self._sender = WeightSender(group, device=self.context.device)
-
-    @endpoint()
-    def send_weights(self, bucket_bytes: int, *, adapter: bool = False) -> float:
-        """Gather on all ranks, send from rank 0; returns seconds.
-
-        Raises WeightSyncError when a receiver is gone; the next sync connects anew.
-        """
-        from rolegraph.errors import TurnError, WeightSyncError
-
-        self._refuse(adapter)
-        started = time.perf_counter()
-        try:
-            self._offload.need("model")
-        except TurnError:
-            MegatronTrain.disconnect_weights(self)  # the engines are waiting already
-            raise
-        tensors = self._export.tensors()
-        try:
-            if self.context.rank == 0:
-                if self._sender is None:
-                    raise WeightSyncError("the trainer is not connected: call connect_weights first")
-                self._sender.send(tensors, bucket_bytes)
-        finally:
-            # The other ranks gather along; so does rank 0 after a fault, or they would wait for it.
-            for _ in tensors:
-                pass
-        return time.perf_counter() - started
-
-    @endpoint()
-    def disconnect_weights(self) -> None:
-        """Leave the transfer group; nothing happens without one."""
-        sender, self._sender = self._sender, None
-        if sender is not None:
-            sender.close()
-
-    @endpoint()
-    def offload(self, model: bool, optimizer: bool) -> None:
-        """See `TrainRole.offload`; on a CPU nothing moves."""
-        self._offload.give(model=model, optimizer=optimizer)
-
-    @endpoint()
-    def onload(self, model: bool, optimizer: bool) -> None:
-        """See `TrainRole.onload`."""
-        self._offload.take(model=model, optimizer=optimizer)
-
-    @staticmethod
-    def _refuse(adapter: bool) -> None:
-        from rolegraph.errors import ConfigError
-
-        if adapter:
-            raise ConfigError("all weights are trained, and there is no adapter to be had alone")
-
-    def _resolve(self, spec: LossSpec) -> Loss:
-        """The loss object of a spec; one that was asked for before is kept, with what it holds."""
-        from rolegraph.losses import resolve
-
-        if self._loss is None or self._loss[0] != spec:
-            self._loss = (spec, resolve(spec))
-        return self._loss[1]
-
-    def _configure_process(self) -> None:
-        """Threads, device, allocator and determinism of this process, from the thread that computes."""
-        import torch
-
-        torch.set_num_threads(self.context.threads)
-        if self.context.device == "cuda":
-            torch.cuda.set_device(0)
-        if self.context.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True)
-            # Filling every fresh tensor is for finding reads of uninitialised memory; it costs a pass over each.
-            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        torch.manual_seed(self.config.seed if self.config.seed is not None else self.context.seed)
+        policy = self._policy
+        write_folder(self._export, path, source=policy.source, hf_config=policy.bridge.hf_config, dtype=policy.dtype)

@@ -18,14 +18,13 @@ from torch import Tensor
 from rolegraph.batch import Batch
 from rolegraph.errors import ConfigError, RoleGraphError
 from rolegraph.interfaces import HeadInfo, PolicyWeights
-from rolegraph.losses.heads import Head
 from rolegraph.losses.types import Loss, LossOutput, Stat, States, Steps, TokenBatch, Totals
-from roles.train.config import MegatronTrainConfig
 from roles.train.forward import Forward
 from roles.train.logprob import linear_logprobs
 from roles.train.metrics import gather_counts, reduce_over, reduce_stats
-from roles.train.model import Policy
+from roles.train.options import TrainConfig
 from roles.train.packing import MicroBatch, per_token_column, response_tokens
+from roles.train.passes import Learner
 from roles.train.schedule import learning_rate
 from roles.train.steps import steps_of
 from roles.train.teaching import TeacherHead, teacher_head, teacher_states
@@ -41,14 +40,13 @@ class Scores(NamedTuple):
 
 
 class Trainer(Forward):
-    """Steps a `Policy`, and scores with it."""
+    """Steps a policy, and scores with it."""
 
-    config: MegatronTrainConfig
-    policy: Policy
+    config: TrainConfig
+    passes: Learner
 
-    def __init__(self, config: MegatronTrainConfig, policy: Policy) -> None:
-        super().__init__(config, policy)
-        self.policy = policy
+    def __init__(self, config: TrainConfig, passes: Learner) -> None:
+        super().__init__(config, passes)
         self.steps = 0
         """Optimizer steps taken since the start or the last reset."""
         self._teacher_head: TeacherHead | PolicyWeights | None = None
@@ -58,25 +56,23 @@ class Trainer(Forward):
     def step(self, batch: Batch, loss: Loss, *, temperature: float, lr: float | None) -> dict[str, float]:
         """One optimizer step on this rank's part of the global batch; global metrics on every rank."""
         started = time.perf_counter()
-        policy = self.policy
         plan = self._plan(batch)
-        device = policy.device
+        device = self.passes.device
         totals = Totals(
             tokens=torch.tensor(plan.tokens, dtype=torch.float32, device=device),
             rows=torch.tensor(plan.samples, dtype=torch.float32, device=device),
         )
-        if self._last_stage:
+        if self.passes.last_stage:
             batch = self._prepare(batch, loss, totals)
-        policy.runs.train()
-        policy.runs.zero_grad_buffer()
-        policy.optimizer.zero_grad()
         # Every rank has as many micro-batches, so that these weights add up to 1 and the metric is the plain sum.
-        share = torch.tensor(1.0 / (len(plan.rows) * self._data_group.size()), dtype=torch.float64, device=device)
+        share = torch.tensor(1.0 / (len(plan.rows) * self.passes.data_group.size()), dtype=torch.float64, device=device)
         finish = partial(self._loss, batch, loss=loss, temperature=temperature, totals=totals, share=share)
-        stats = self._run(batch, plan, finish, forward_only=False)
+        stats = self._run(batch, plan, finish, train=True)
         rate = self._rate() if lr is None else lr
         grad_norm, skipped = self._update(rate)
-        metrics: dict[str, float] = self._on_every_stage(lambda: reduce_stats(stats, self._data_group, device))
+        metrics: dict[str, float] = self.passes.on_every_stage(
+            lambda: reduce_stats(stats, self.passes.data_group, device)
+        )
         metrics |= {
             "grad_norm": grad_norm,
             "lr": rate,
@@ -92,16 +88,7 @@ class Trainer(Forward):
     def reset(self) -> None:
         """Forget moments and the place in the schedule."""
         self.steps = 0
-        for part in getattr(self.policy.optimizer, "chained_optimizers", [self.policy.optimizer]):
-            if part.optimizer is None:
-                continue
-            for state in part.optimizer.state.values():
-                for value in state.values():
-                    if torch.is_tensor(value):
-                        value.zero_()
-            for group in part.optimizer.param_groups:
-                # Transformer Engine's AdamW counts its steps here.
-                group.pop("step", None)
+        self.passes.reset()
 
     def _rate(self) -> float:
         config = self.config
@@ -119,23 +106,13 @@ class Trainer(Forward):
 
         A norm that is not finite would make every weight so: that step is skipped on all ranks alike.
         """
-        optimizer = self.policy.optimizer
-        optimizer.prepare_grads()
-        norm = float(optimizer.get_grad_norm() or 0.0)
+        norm = self.passes.gradient_norm()
         if not math.isfinite(norm):
             return norm, True
-        for group in optimizer.param_groups:
-            group["lr"] = rate
         limit = self.config.clip_grad
         if limit > 0 and norm > limit:
-            grads = [
-                param.grad
-                for part in getattr(optimizer, "chained_optimizers", [optimizer])
-                for param in part.get_parameters()
-                if param.grad is not None
-            ]
-            torch._foreach_mul_(grads, limit / (norm + 1e-6))
-        optimizer.step_with_ready_grads()
+            self.passes.scale_gradients(limit / (norm + 1e-6))
+        self.passes.apply(rate)
         self.steps += 1
         return norm, False
 
@@ -156,8 +133,8 @@ class Trainer(Forward):
             totals=totals,
             steps=steps_of(batch),
         )
-        tokens = _to_device(tokens, self.policy.device)
-        columns = prepare(tokens, reduce_over(self._data_group))
+        tokens = _to_device(tokens, self.passes.device)
+        columns = prepare(tokens, reduce_over(self.passes.data_group))
         lengths = batch.ragged("response_ids").offsets
         return batch.with_columns({name: _as_column(name, value, lengths) for name, value in columns.items()})
 
@@ -176,7 +153,7 @@ class Trainer(Forward):
         if micro.rows == 0:
             # Without rows the pass still has to reach every collective of the backward.
             return anchor, {"loss": Stat(anchor.detach(), share)}
-        states = self._predicting(micro, hidden)
+        states = self.passes.predicting(micro, hidden)
         logprobs, entropy = micro.mask.new_zeros(len(micro.labels)), None
         if getattr(loss, "needs_logprobs", True):
             at = getattr(loss, "logprob_temperature", None) or temperature
@@ -196,8 +173,7 @@ class Trainer(Forward):
             )
         )
         stats = {"loss": Stat(output.loss.detach(), share), **output.stats}
-        # Context-parallel ranks each compute the whole loss, and their gradients are added up.
-        value = output.loss / self._context_group.size()
+        value = output.loss / self.passes.loss_copies
         return value if value.requires_grad else value + anchor, stats
 
     # ----- teaching -----
@@ -206,17 +182,16 @@ class Trainer(Forward):
         """See `TrainRole.use_teacher_head`."""
         if isinstance(head, str):
             self._teacher_head = head
-        elif self._last_stage:
+        elif self.passes.last_stage:
             if info is None:
                 raise ConfigError("a teacher's head comes with its HeadInfo")
-            rows = len(self.policy.model.head())
-            first = rows * self._tensor_group.rank()
-            self._teacher_head = teacher_head(head.slice(first, first + rows), info, first, self.policy.device)
+            group = self.passes.vocab_group
+            rows = len(self.passes.head().weight)
+            first = rows * (0 if group is None else group.rank())
+            self._teacher_head = teacher_head(head.slice(first, first + rows), info, first, self.passes.device)
 
     def _own_states(self, states: Tensor, temperature: float) -> States:
-        group = self._tensor_group if self._tensor_group.size() > 1 else None
-        head = Head(self.policy.model.head())
-        return States(states, head, self.policy.bridge.vocab_size, temperature, group)
+        return States(states, self.passes.head(), self.passes.vocab_size, temperature, self.passes.vocab_group)
 
     def _teacher_states(self, batch: Batch, micro: MicroBatch, temperature: float) -> States | None:
         """The teacher's states for these rows, read from the object store now; null for rows without any."""
@@ -228,11 +203,10 @@ class Trainer(Forward):
                 "the rows have the teacher's hidden states, and nobody gave its head: use_teacher_head()"
             )
         if isinstance(own, str):
-            weight = self.policy.head_of(own)
-            dtype = str(self.policy.dtype).removeprefix("torch.")
-            own = TeacherHead(Head(weight), HeadInfo(self.policy.bridge.vocab_size, weight.shape[1], dtype))
+            head, dtype = self.passes.head_of(own), str(self.passes.dtype).removeprefix("torch.")
+            own = TeacherHead(head, HeadInfo(self.passes.vocab_size, head.weight.shape[1], dtype))
         rows = batch.select(["uid", "response_ids", "teacher_hidden"]).take(micro.index).fetch_sync()
-        hidden = teacher_states(rows, own.info).to(self.policy.device)
+        hidden = teacher_states(rows, own.info).to(self.passes.device)
         return States(hidden, own.head, own.info.vocab_size, temperature)
 
     # ----- scoring -----
@@ -241,10 +215,9 @@ class Trainer(Forward):
     def logprobs(self, batch: Batch, *, temperature: float, entropy: bool) -> dict[str, pa.ListArray]:
         """Columns `logprobs` and, where asked, `entropy` of this rank's rows, from the weights the model has now."""
         plan = self._plan(batch)
-        self.policy.runs.eval()
         finish = partial(self._scores, temperature=temperature, entropy=entropy)
-        scores = self._run(batch, plan, finish, forward_only=True)
-        scores = self._on_every_stage(lambda: scores)
+        scores = self._run(batch, plan, finish, train=False)
+        scores = self.passes.on_every_stage(lambda: scores)
         parts = list(zip(plan.rows, scores, strict=True))
         columns = {"logprobs": per_token_column(batch, [(rows, score.logprobs) for rows, score in parts])}
         if entropy:
@@ -252,7 +225,7 @@ class Trainer(Forward):
         return columns
 
     def _scores(self, micro: MicroBatch, hidden: Tensor, *, temperature: float, entropy: bool) -> tuple[Tensor, Scores]:
-        logprobs, entropies = self._score(micro, self._predicting(micro, hidden), temperature, entropy)
+        logprobs, entropies = self._score(micro, self.passes.predicting(micro, hidden), temperature, entropy)
         scores = Scores(logprobs.float().cpu().numpy(), None if entropies is None else entropies.float().cpu().numpy())
         return hidden.new_zeros(()), scores
 
@@ -262,17 +235,17 @@ class Trainer(Forward):
         """Log-probabilities (and entropies) of the response tokens, [tokens], from states [tokens, h]."""
         return linear_logprobs(
             states,
-            self.policy.model.head(),
+            self.passes.head().weight,
             micro.labels,
             temperature=temperature,
-            vocab_size=self.policy.bridge.vocab_size,
-            group=self._tensor_group if self._tensor_group.size() > 1 else None,
+            vocab_size=self.passes.vocab_size,
+            group=self.passes.vocab_group,
             entropy=entropy,
         )
 
     def _padding(self) -> float:
         """Share of the slots this step that held no token, over all data-parallel ranks."""
-        counts = gather_counts([self._tokens, self._slots], self._data_group, self.policy.device).sum(0)
+        counts = gather_counts([self._tokens, self._slots], self.passes.data_group, self.passes.device).sum(0)
         return 1.0 - float(counts[0]) / float(counts[1])
 
 

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from safetensors.torch import save_file
 from torch import Tensor
 
 from rolegraph.interfaces import TensorInfo
 from roles.train.model import Policy
-
-_SHARD_BYTES = 4 * 2**30
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 
 
 @dataclass(frozen=True)
@@ -137,64 +129,3 @@ class WeightExport:
         parts = [torch.empty_like(shard) for _ in range(group.size())]
         dist.all_gather(parts, shard.contiguous(), group=group)
         return parts
-
-
-def export_hf(export: WeightExport, policy: Policy, folder: str) -> None:
-    """Write a Hugging Face folder from all ranks together; rank 0 writes, config.json comes last."""
-    if dist.get_rank() != 0:
-        for _ in export.tensors():
-            pass
-    else:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        _copy_side_files(policy.source, folder)
-        _write_shards(export, folder)
-        hf_config = policy.bridge.hf_config
-        hf_config.dtype = str(policy.dtype).removeprefix("torch.")
-        hf_config.save_pretrained(folder)
-    dist.barrier()
-
-
-def _copy_side_files(source: str, folder: str) -> None:
-    """Tokenizer, chat template, generation settings: every file beside the weights and the config."""
-    for entry in os.scandir(source):
-        if entry.is_file() and entry.name != "config.json" and not entry.name.endswith(_WEIGHT_SUFFIXES):
-            shutil.copy(entry.path, os.path.join(folder, entry.name))
-
-
-def _write_shards(export: WeightExport, folder: str) -> None:
-    sizes = {info.name: _bytes(info) for info in export.manifest}
-    shards: list[list[str]] = [[]]
-    used = 0
-    for name, size in sizes.items():
-        if shards[-1] and used + size > _SHARD_BYTES:
-            shards.append([])
-            used = 0
-        shards[-1].append(name)
-        used += size
-    if len(shards) == 1:
-        files = ["model.safetensors"]
-    else:
-        files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    held: dict[str, Tensor] = {}
-    pending = iter(zip(files, shards, strict=True))
-    file, wanted = next(pending)
-    for name, tensor in export.tensors():
-        # Views of live or reused memory: safetensors wants tensors of their own.
-        held[name] = tensor.cpu().clone(memory_format=torch.contiguous_format)
-        if len(held) == len(wanted):
-            save_file(held, os.path.join(folder, file), metadata={"format": "pt"})
-            held = {}
-            file, wanted = next(pending, ("", []))
-    if len(files) > 1:
-        places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
-        with open(os.path.join(folder, "model.safetensors.index.json"), "w", encoding="utf-8") as out:
-            json.dump(index, out, indent=2)
-
-
-def _bytes(info: TensorInfo) -> int:
-    count = 1
-    for size in info.shape:
-        count *= size
-    dtype: torch.dtype = getattr(torch, info.dtype)
-    return count * dtype.itemsize
