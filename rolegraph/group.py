@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
-import contextlib
 import logging
 import re
-import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import Any, Generic, TypeVar, cast
 
@@ -27,6 +23,7 @@ from rolegraph.dispatch import (
     scatter,
 )
 from rolegraph.errors import BatchError, RoleError, RoleGraphError
+from rolegraph.futures import failed, refuse_in_loop, run_sync, watch
 from rolegraph.host import tail
 from rolegraph.member import Member, Sent, block
 from rolegraph.role import Mesh, Role, endpoints, make_handle
@@ -131,9 +128,9 @@ class RoleGroup(Generic[R]):
         if asked:
             await asyncio.wait(asked.values(), timeout=timeout_s)
         for rank, call in asked.items():
-            if _failed(call):
+            if failed(call):
                 self.members[rank].explain(cast(Any, call.exception()), "health")
-        return [rank in asked and asked[rank].done() and not _failed(asked[rank]) for rank in range(self.world_size)]
+        return [rank in asked and asked[rank].done() and not failed(asked[rank]) for rank in range(self.world_size)]
 
     async def start(self) -> float:
         """Set up every member side by side; returns the seconds of the slowest."""
@@ -152,7 +149,7 @@ class RoleGroup(Generic[R]):
         first, others = late[0], [str(member.context.rank) for member in late[1:]]
         asked = watch(first.where().future)
         await asyncio.wait([asked], timeout=answer_s)
-        stack, log = ("", "") if not asked.done() or _failed(asked) else asked.result()
+        stack, log = ("", "") if not asked.done() or failed(asked) else asked.result()
         parts = [message + (f"; nor have ranks {', '.join(others)}" if others else ""), stack, log]
         if not stack:
             parts.append(tail(first.log_file) or "Its process does not answer")
@@ -230,7 +227,7 @@ class RoleGroup(Generic[R]):
             await asyncio.wait(futures, return_when=asyncio.FIRST_EXCEPTION)
         elif futures:
             await asyncio.wait(futures)
-        if any(_failed(future) for future in futures):
+        if any(failed(future) for future in futures):
             raise await self._cause(futures, members or self.members, name) from None
         return [one.decode(future.result()) for one, future in zip(sent, futures, strict=True)]
 
@@ -239,7 +236,7 @@ class RoleGroup(Generic[R]):
         deadline = time.monotonic() + CAUSE_GRACE_S
         while True:
             pairs = zip(futures, members, strict=True)
-            failures = [member.explain(cast(Any, f.exception()), name) for f, member in pairs if _failed(f)]
+            failures = [member.explain(cast(Any, f.exception()), name) for f, member in pairs if failed(f)]
             first = min(failures, key=lambda failure: (_is_echo(failure), failure.at))
             pending = [future for future in futures if not future.done()]
             left = deadline - time.monotonic()
@@ -293,7 +290,7 @@ class RoleGroup(Generic[R]):
             for future in finished:
                 call, sent = running.pop(future)
                 load[call.rank] -= 1
-                if not _failed(future):
+                if not failed(future):
                     done.append((call, sent.decode(future.result())))
                     continue
                 member = self.members[call.rank]
@@ -314,59 +311,12 @@ def group_of(handle: R) -> RoleGroup[R]:
     return group
 
 
-def watch(call: Future[T]) -> asyncio.Future[T]:
-    """A future of this event loop that follows `call`; cancelling it leaves the call alone."""
-    loop = asyncio.get_running_loop()
-    watcher: asyncio.Future[T] = loop.create_future()
-
-    def copy() -> None:
-        if watcher.done():
-            return
-        if (error := call.exception()) is not None:
-            watcher.set_exception(error)
-            watcher.exception()  # A failure that nobody waits for any more is no news.
-        else:
-            watcher.set_result(call.result())
-
-    def wake(_: Future[T]) -> None:
-        with contextlib.suppress(RuntimeError):  # The loop may have ended before the call.
-            loop.call_soon_threadsafe(copy)
-
-    call.add_done_callback(wake)
-    return watcher
-
-
-_runners = threading.local()
-
-
-def refuse_in_loop() -> None:
-    """RoleGraphError when this thread runs an event loop."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return
-    raise RoleGraphError("a blocking call inside an event loop would stop the whole program: await it instead")
-
-
-def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end from plain code, on an event loop that this thread keeps for it."""
-    runner: asyncio.Runner | None = getattr(_runners, "runner", None)
-    if runner is None:
-        runner = _runners.runner = asyncio.Runner()
-        atexit.register(runner.close)
-    return runner.run(coroutine)
-
-
 async def _value(value: T) -> T:
     return value
 
 
 def _is_queued(endpoint: AnyEndpoint) -> bool:
     return endpoint.options.dispatch == "queue" and endpoint.options.execute == "all"
-
-
-def _failed(future: asyncio.Future[Any]) -> bool:
-    return future.done() and not future.cancelled() and future.exception() is not None
 
 
 def _is_echo(failure: RoleError) -> bool:

@@ -17,8 +17,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from rolegraph.errors import ConfigError, RoleGraphError
+from rolegraph.futures import refuse_in_loop, run_sync
 from rolegraph.graph import GraphOptions, RoleGraph
-from rolegraph.group import refuse_in_loop, run_sync
 from rolegraph.host import RoleSpec
 from rolegraph.placement import PlacementConfig, Plan, RoleRequest, Slot, plan, this_machine
 from rolegraph.placement.device_groups import DeviceGroups

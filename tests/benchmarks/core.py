@@ -14,8 +14,9 @@ import pyarrow as pa
 import ray
 
 from rolegraph.batch import Batch, Ragged
+from rolegraph.futures import run_sync
 from rolegraph.graph import GraphOptions, RoleGraph
-from rolegraph.group import group_of, run_sync
+from rolegraph.group import group_of
 from rolegraph.host import RoleSpec
 from rolegraph.placement import Plan, Slot
 from rolegraph.role import Mesh, Role, endpoint
