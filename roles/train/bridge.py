@@ -52,12 +52,17 @@ class PolicyBridge(LLMBridge):  # type: ignore[misc]
 
     experts = False
 
-    def layer_spec(self) -> Any:
-        """The decoder's layers out of the modules this installation has."""
+    def layer_spec(self, *, adapted: bool = False) -> Any:
+        """The decoder's layers out of the modules this installation has.
+
+        Adapters see what the matrix beside them sees: with `adapted`, no norm is inside the module of a matrix.
+        """
         spec = get_gpt_decoder_block_spec(
             self.config, use_transformer_engine=HAVE_TE, normalization=self.config.normalization
         )
         if HAVE_TE:
+            if adapted:
+                _part_norms(spec)
             return spec
         spec.layer_norm = RMSNorm
         for layer in spec.layer_specs:
@@ -144,6 +149,17 @@ class QwenMoeBridge3(PolicyBridge, Qwen3MoEBridge):  # type: ignore[misc]
         offset = self.config.num_moe_experts // self.mpu.ep_size * self.mpu.ep_rank if consider_ep else 0
         names = super()._weight_name_mapping_mcore_local_to_global(model, consider_ep=False)
         return {local: _grouped_expert_name(name, offset) for local, name in names.items()}
+
+
+def _part_norms(spec: Any) -> None:
+    """Transformer Engine's norms as modules of their own, before matrices without one."""
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
+
+    for layer in spec.layer_specs:
+        submodules = layer.submodules
+        submodules.input_layernorm = submodules.pre_mlp_layernorm = TENorm
+        submodules.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+        submodules.mlp.submodules.linear_fc1 = TEColumnParallelLinear
 
 
 def _grouped_expert_name(name: str, offset: int) -> str:

@@ -28,7 +28,7 @@ class _RMSNorm(torch.autograd.Function):
         width = hidden.shape[-1]
         # With y = x s w and s = (mean(x x) + eps) ** -1/2: dx = s (w dy - x s s mean(w dy x)), dw = sum(dy x s).
         product = torch.mul(grad, hidden, out=torch.empty(hidden.shape, dtype=hidden.dtype)).view(-1, width)
-        grad_weight = torch.mv(product.t(), scale.view(-1))
+        grad_weight = torch.mv(product.t(), scale.view(-1)) if ctx.needs_input_grad[1] else None
         slope = torch.mv(product, weight).view_as(scale).div_(-width).mul_(scale).mul_(scale)
         # `product` is read: its memory takes the result.
         grad_hidden = torch.mul(grad, weight, out=product.view(hidden.shape))

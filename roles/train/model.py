@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig
 
-from rolegraph.errors import ConfigError, RoleGraphError
+from rolegraph.errors import RoleGraphError
 from rolegraph.interfaces import PolicyWeights
 from rolegraph.role import RoleContext
 from roles.train import shim
@@ -33,6 +32,9 @@ with shim.quick_import():
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from roles.train import bridge as bridges
+    from roles.train import lora
+    from roles.train.lora import Adapters
+    from roles.train.settings import check_model, dtype_of, seed_of, split_fields, transformer_settings
 
 shim.install()
 
@@ -48,6 +50,9 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> Any:
         outputs = super()._preprocess(input_ids=input_ids, position_ids=position_ids, **kwargs)
+        if self.config.recompute_granularity == "full" and torch.is_grad_enabled() and outputs[0] is not None:
+            # Beside a frozen embedding nothing would tell the recomputed layers that they have a gradient.
+            outputs[0].requires_grad_()
         packed: PackedSeqParams | None = kwargs.get("packed_seq_params")
         if packed is None or packed.qkv_format == "thd":
             return outputs
@@ -89,18 +94,26 @@ class Policy(Model):
     """The second set of weights, by parameter name."""
     average: dict[str, Tensor] | None = None
     """A moving average of the weights, by parameter name; float32."""
+    adapters: Adapters | None = None
+    """Where they are what is trained. `reference` and `average` are then of them alone, and without a `reference` the
+    model of the start is the one without adapters."""
+
+    @property
+    def trained(self) -> dict[str, torch.nn.Parameter]:
+        """The parameters of this rank that training changes, by name."""
+        return {name: param for name, param in self.model.named_parameters() if param.requires_grad}
 
     def save_reference(self) -> None:
         """Copy the weights of now."""
         if self.reference is None:
-            self.reference = {name: torch.empty_like(param) for name, param in self.model.named_parameters()}
-        for name, param in self.model.named_parameters():
+            self.reference = {name: torch.empty_like(param) for name, param in self.trained.items()}
+        for name, param in self.trained.items():
             self.reference[name].copy_(param.detach())
 
     @torch.no_grad()
     def update_average(self, decay: float) -> None:
         """average = decay * average + (1 - decay) * weights; the first call begins with the weights of now."""
-        weights = dict(self.model.named_parameters())
+        weights = self.trained
         if self.average is None:
             self.average = {name: param.detach().float().clone() for name, param in weights.items()}
             return
@@ -113,17 +126,21 @@ class Policy(Model):
 
         Raises RoleGraphError where those are not kept.
         """
+        if weights == "initial" and self.adapters is not None and self.reference is None:
+            with self.adapters.off():
+                yield
+            return
         kept = self._kept(weights)
         if kept is None:
             yield
             return
-        current = {name: param.data for name, param in self.model.named_parameters()}
+        current = {name: param.data for name, param in self.trained.items()}
         try:
-            for name, param in self.model.named_parameters():
+            for name, param in self.trained.items():
                 param.data = kept[name].to(param.dtype)
             yield
         finally:
-            for name, param in self.model.named_parameters():
+            for name, param in self.trained.items():
                 param.data = current[name]
 
     def head_of(self, weights: PolicyWeights) -> Tensor:
@@ -131,7 +148,10 @@ class Policy(Model):
 
         Raises RoleGraphError where that set is not kept.
         """
-        head, kept = self.model.head(), self._kept(weights)
+        head = self.model.head()
+        if self.adapters is not None:
+            return head.detach()  # no adapter is beside it
+        kept = self._kept(weights)
         if kept is None:
             return head.detach()
         name = next(name for name, param in self.model.named_parameters() if param is head)
@@ -154,11 +174,15 @@ class Policy(Model):
 def build_policy(config: MegatronTrainConfig, context: RoleContext) -> Policy:
     """A model to train: `build_model`, with gradients and an optimizer."""
     built = build_model(config, context)
+    adapters = None
+    if (info := config.adapter) is not None:
+        adapters = lora.attach(built.model, built.bridge, info, seed_of(config, context))
     _, optimizer_fields = split_fields(config.megatron)
     ddp = _wrap(config, built.bridge.config, built.runs)
     optimizer = _build_optimizer(config, built.dtype, ddp, optimizer_fields)
     policy = Policy(built.bridge, built.model, ddp, built.source, built.dtype, built.device, optimizer)
-    if config.reference == "initial":
+    policy.adapters = adapters
+    if config.reference == "initial" and adapters is None:
         policy.save_reference()
     return policy
 
@@ -170,95 +194,26 @@ def build_model(config: MegatronModelConfig, context: RoleContext) -> Model:
     """
     hf_config = AutoConfig.from_pretrained(config.folder)
     bridge_class = bridges.bridge_class(hf_config)
-    _check(config, hf_config, bridge_class.experts)
+    check_model(config, hf_config, bridge_class.experts)
     device = torch.device("cuda", torch.cuda.current_device()) if context.device == "cuda" else torch.device("cpu")
-    dtype = _dtype(config, context)
+    dtype = dtype_of(config, context)
     _log.info("computing in %s on %s", str(dtype).removeprefix("torch."), device)
 
     _join(config, context)
-    tensor_parallel.model_parallel_cuda_manual_seed(config.seed if config.seed is not None else context.seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed_of(config, context))
     transformer_fields, _ = split_fields(config.megatron)
     divisor = config.tensor_model_parallel_size * (128 if context.device == "cuda" else 1)
     bridge = bridge_class(hf_config, dtype=dtype, make_vocab_size_divisible_by=divisor)
-    settings = _transformer_settings(config, context, dtype)
+    settings = transformer_settings(config, context, dtype)
     if context.device == "cpu":
         # Experts weigh their activation by the router, which the shim's gated activation does not.
         settings["bias_activation_fusion"] = not bridge_class.experts
     bridge.set_extra_args(**settings | transformer_fields)
-    model = _build_model(bridge)
+    model = _build_model(bridge, adapted=getattr(config, "adapter", None) is not None)
     load_weights(bridge, model, config.folder)
     model.to(device)
     runs = Float16Module(bridge.config, model) if bridge.config.bf16 else model
     return Model(bridge, model, runs, config.folder, dtype, device)
-
-
-def split_fields(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Sort `train.megatron.*` into fields of TransformerConfig and of OptimizerConfig (one may be of both).
-
-    Raises ConfigError for a name that neither has, with the nearest one they do.
-    """
-    transformer = {field.name for field in dataclasses.fields(TransformerConfig)}
-    optimizer = {field.name for field in dataclasses.fields(OptimizerConfig)}
-    for name in given:
-        if name not in transformer | optimizer:
-            near = difflib.get_close_matches(name, sorted(transformer | optimizer), n=1, cutoff=0.0)
-            raise ConfigError(
-                f"train.megatron.{name} is no field of megatron-core's TransformerConfig or OptimizerConfig; "
-                f"the nearest is {near[0]}"
-            )
-    values = {name: _value(name, value) for name, value in given.items()}
-    return (
-        {name: value for name, value in values.items() if name in transformer},
-        {name: value for name, value in values.items() if name in optimizer},
-    )
-
-
-def _value(name: str, value: Any) -> Any:
-    if not (name.endswith("dtype") and isinstance(value, str)):
-        return value
-    dtype = getattr(torch, value.removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype):
-        raise ConfigError(f"train.megatron.{name}={value} is no torch dtype; write for example bfloat16")
-    return dtype
-
-
-def _check(config: MegatronModelConfig, hf_config: Any, experts: bool) -> None:
-    """Refuse what this model or installation cannot do, by the names of the config's keys."""
-    found, node = config.problems(), config.node
-    if config.context_parallel_size > 1 and not bridges.HAVE_TE:
-        found.append(
-            f"{node}.context_parallel_size={config.context_parallel_size} needs Transformer Engine, which is not "
-            "installed: megatron-core's context-parallel attention exists there only; set it to 1"
-        )
-    if config.share_prompts and bridges.HAVE_TE:
-        found.append(
-            f"{node}.share_prompts=true is for installations without Transformer Engine, whose attention has no "
-            "prompts that several responses see: set it to null"
-        )
-    if getattr(config, "tuner_type", "full") == "lora":
-        found.append(f"{node}.tuner_type=lora is not built for Megatron yet: set it to full")
-    expert_parallel = config.expert_model_parallel_size
-    if expert_parallel > 1 and not experts:
-        found.append(f"{node}.expert_model_parallel_size={expert_parallel}, but {hf_config.model_type} has no experts")
-    divisible = [
-        ("num_attention_heads", "tensor_model_parallel_size"),
-        ("num_key_value_heads", "tensor_model_parallel_size"),
-        ("num_hidden_layers", "pipeline_model_parallel_size"),
-    ]
-    if experts:
-        divisible.append(("num_experts", "expert_model_parallel_size"))
-    for have, key in divisible:
-        count, size = getattr(hf_config, have), getattr(config, key)
-        if count % size:
-            found.append(f"the model's {have}={count} does not divide by {node}.{key}={size}")
-    if found:
-        raise ConfigError("; ".join(found))
-
-
-def _dtype(config: MegatronModelConfig, context: RoleContext) -> torch.dtype:
-    if config.dtype == "auto":
-        return torch.bfloat16 if context.device == "cuda" else torch.float32
-    return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
 
 
 def _join(config: MegatronModelConfig, context: RoleContext) -> None:
@@ -291,40 +246,10 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def _transformer_settings(config: MegatronModelConfig, context: RoleContext, dtype: torch.dtype) -> dict[str, Any]:
-    settings: dict[str, Any] = {
-        "sequence_parallel": config.uses_sequence_parallel,
-        "calculate_per_token_loss": True,
-        "autocast_dtype": dtype,
-        # Every weight is loaded from the checkpoint; with initialisation off altogether, Megatron would not mark which
-        # weights are sharded.
-        "use_cpu_initialization": False,
-        **dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), _keep),
-        "deterministic_mode": context.deterministic and context.device == "cuda",
-    }
-    if context.device == "cpu":
-        # The shim's gradient matmul; the other fusions are CUDA kernels.
-        settings["gradient_accumulation_fusion"] = True
-    if not bridges.HAVE_TE:
-        settings |= {
-            "persist_layer_norm": False,
-            "masked_softmax_fusion": False,
-            "apply_rope_fusion": False,
-            "bias_activation_fusion": False,
-            "bias_dropout_fusion": False,
-        }
-    return settings
-
-
-def _keep(weight: Tensor) -> Tensor:
-    """An initialisation that does nothing."""
-    return weight
-
-
-def _build_model(bridge: bridges.PolicyBridge) -> PolicyModel:
+def _build_model(bridge: bridges.PolicyBridge, *, adapted: bool) -> PolicyModel:
     model = PolicyModel(
         config=bridge.config,
-        transformer_layer_spec=bridge.layer_spec(),
+        transformer_layer_spec=bridge.layer_spec(adapted=adapted),
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         **bridge.model_arguments(),

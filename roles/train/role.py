@@ -28,6 +28,7 @@ from roles.train.options import TrainConfig
 if TYPE_CHECKING:
     from rolegraph.losses.types import Loss
     from rolegraph.wire import WeightSender
+    from roles.train.adapter import AdapterExport
     from roles.train.hf_folder import Export
     from roles.train.trainer import Trainer
 
@@ -77,6 +78,8 @@ class ShardedTrain(TrainRole):
     _policy: KeptWeights
     _trainer: Trainer
     _export: Export
+    _adapters: AdapterExport | None = None
+    """Where adapters are trained, these alone."""
     _offload: Memory
     _loss: tuple[LossSpec, Loss] | None = None
     _sender: WeightSender | None = None
@@ -159,10 +162,14 @@ class ShardedTrain(TrainRole):
 
     @endpoint()
     def export_hf(self, path: str, *, adapter: bool = False) -> None:
-        """Write a Hugging Face folder that loads like the one the policy came from."""
-        self._refuse(adapter)
+        """Write a Hugging Face folder that loads like the one the policy came from, or PEFT's of the adapter alone."""
         self._offload.need("model")
-        self._write_folder(path)
+        if not adapter:
+            self._write_folder(path)
+            return
+        from roles.train.adapter import write_adapter
+
+        write_adapter(self._adapters_alone(), path, base=self.config.folder)
 
     @endpoint(execute="first")
     def rendezvous(self) -> tuple[str, int]:
@@ -174,13 +181,12 @@ class ShardedTrain(TrainRole):
     @endpoint(execute="first")
     def adapter_info(self) -> AdapterInfo | None:
         """See `TrainRole.adapter_info`."""
-        return None
+        return None if self._adapters is None else self._adapters.info
 
     @endpoint(execute="first")
     def weight_manifest(self, *, adapter: bool = False) -> list[TensorInfo]:
         """Every tensor `send_weights` sends, in order."""
-        self._refuse(adapter)
-        return self._export.manifest
+        return self._adapters_alone().manifest if adapter else self._export.manifest
 
     @endpoint()
     def connect_weights(self, group: TransferGroup) -> None:
@@ -199,14 +205,13 @@ class ShardedTrain(TrainRole):
         """
         from rolegraph.errors import TurnError, WeightSyncError
 
-        self._refuse(adapter)
         started = time.perf_counter()
         try:
             self._offload.need("model")
         except TurnError:
             ShardedTrain.disconnect_weights(self)  # the engines are waiting already
             raise
-        tensors = self._export.tensors()
+        tensors = self._adapters_alone().tensors() if adapter else self._export.tensors()
         try:
             if self.context.rank == 0:
                 if self._sender is None:
@@ -235,12 +240,12 @@ class ShardedTrain(TrainRole):
         """See `TrainRole.onload`."""
         self._offload.take(model=model, optimizer=optimizer)
 
-    @staticmethod
-    def _refuse(adapter: bool) -> None:
+    def _adapters_alone(self) -> AdapterExport:
         from rolegraph.errors import ConfigError
 
-        if adapter:
-            raise ConfigError("all weights are trained, and there is no adapter to be had alone")
+        if self._adapters is None:
+            raise ConfigError("all weights are trained, and there is no adapter alone: set train.tuner_type=lora")
+        return self._adapters
 
     def _resolve(self, spec: LossSpec) -> Loss:
         """The loss object of a spec; one that was asked for before is kept, with what it holds."""

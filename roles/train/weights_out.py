@@ -1,4 +1,7 @@
-"""The policy's weights on their way out, under Hugging Face names: gathered, padding cut, tied heads once."""
+"""The policy's weights on their way out, under Hugging Face names: gathered, padding cut, tied heads once.
+
+Adapters are merged into a weight on its way, in a copy of it, or go out alone (`adapters_out.py`).
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from rolegraph.interfaces import TensorInfo
+from roles.train.lora import ADAPTER_KEY, layers_of
 from roles.train.model import Policy
 
 
@@ -46,7 +50,10 @@ class WeightExport:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._bridge = policy.bridge
-        self._params = dict(policy.model.named_parameters())
+        self._adapters = {f"{layer}.weight": adapter for layer, adapter in layers_of(policy.adapters).items()}
+        self._params = {
+            name: param for name, param in policy.model.named_parameters() if ADAPTER_KEY not in name.split(".")
+        }
         self._stage = parallel_state.get_pipeline_model_parallel_rank()
         self._stages = parallel_state.get_pipeline_model_parallel_group()
         self._tensors = parallel_state.get_tensor_model_parallel_group()
@@ -96,8 +103,11 @@ class WeightExport:
 
     def _shard(self, entry: _Entry) -> Tensor:
         """This rank's shard, from the stage that holds it."""
-        mine = entry.stage == self._stage
-        tensor = entry.mark(self._params[entry.local].detach()) if mine else entry.empty(self._policy.device)
+        if entry.stage == self._stage:
+            tensor, adapter = self._params[entry.local].detach(), self._adapters.get(entry.local)
+            tensor = entry.mark(tensor if adapter is None else adapter.merged(tensor))
+        else:
+            tensor = entry.empty(self._policy.device)
         if self._stages.size() > 1:
             dist.broadcast(tensor, src=dist.get_global_rank(self._stages, entry.stage), group=self._stages)
         return tensor

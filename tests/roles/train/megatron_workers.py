@@ -205,7 +205,7 @@ def held(policy: Any) -> dict[str, int]:
         "weights": sum(param.nbytes for param in policy.model.parameters()),
         "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
         "optimizer": sum(state[name].nbytes for state in states for name in ("exp_avg", "exp_avg_sq")),
-        "reference": sum(tensor.nbytes for tensor in policy.reference.values()),
+        "reference": sum(tensor.nbytes for tensor in (policy.reference or {}).values()),
     }
 
 
