@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rolegraph.algorithms.hooks import Step
+from rolegraph.batch import Batch
 from rolegraph.errors import ConfigError, TurnError
 from rolegraph.interfaces import Metrics
 from rolegraph.role import Role
@@ -94,13 +95,13 @@ class Algorithm:
         for hook in self.job.hooks:
             await hook.begun(self, self.at)
 
-    async def end_step(self, metrics: Metrics) -> None:
-        """The next optimizer step of the stage was taken: it goes into the log, and hooks do what is due."""
-        at = replace(self.at, number=self.at.number + 1, metrics=metrics)
+    async def end_step(self, metrics: Metrics, batch: Batch | None = None) -> None:
+        """The next optimizer step of the stage was taken, on `batch`: it goes into the log, hooks do what is due."""
+        at = replace(self.at, number=self.at.number + 1, metrics=metrics, batch=batch)
         for hook in self.job.hooks:
             metrics = metrics | await hook.stepped(self, at)
         self.job.telemetry.step(at.number, metrics)
-        self.at = replace(at, metrics=metrics)
+        self.at = replace(at, metrics=metrics, batch=None)
         for hook in self.job.hooks:
             await hook.logged(self, self.at)
 

@@ -77,8 +77,9 @@ class GKD(Algorithm):
                 rows = await self.teachers.taught(self, rows, self.ask)
                 telemetry.samples(step, rows.drop(LARGE))
                 metrics |= await self.step(rows, on_policy=step in on_policy)
-                del rows  # or the store would hold hidden states of two steps
-                await self.end_step(metrics | {"on_policy": float(step in on_policy)})
+                rows = rows.drop(LARGE)  # or the store would hold hidden states of two steps
+                await self.end_step(metrics | {"on_policy": float(step in on_policy)}, rows)
+                del rows
 
     async def sample(self) -> tuple[Batch, Metrics]:
         """The student's responses to the prompts of its next step, scored where the teacher does not change."""

@@ -85,7 +85,7 @@ class GRPO(Algorithm):
                 for batch in optimizer_batches(samples, config.steps_per_generation, config.num_iterations):
                     step += 1
                     metrics |= await self.step(batch)
-                    await self.end_step(metrics)
+                    await self.end_step(metrics, batch)
                     metrics = {}
                     if step == steps:
                         break

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from rolegraph.batch import Batch
 from rolegraph.interfaces import Metrics
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ class Step:
     """Whether the stage is what the run is for, and no warm start."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What the log says of the step."""
+    batch: Batch | None = field(default=None, compare=False, repr=False)
+    """The rows it was taken on, told to `Hook.stepped` alone; null where there were none."""
 
     @property
     def is_last(self) -> bool:

@@ -53,7 +53,7 @@ async def supervised(
         batch = next(batches)
         async with algorithm.turn("train"):
             metrics = await train.step(batch, loss=loss, lr=lr)
-        await algorithm.end_step(of_step(metrics))
+        await algorithm.end_step(of_step(metrics), batch)
 
 
 async def warm_start(algorithm: Algorithm, train: TrainRole, options: WarmStartConfig, *, rows: int) -> None:
