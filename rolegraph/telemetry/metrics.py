@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rolegraph.results import replacing
+
 TIMING_PREFIXES = ("seconds/", "speed/", "memory/", "idle/", "time")
 """Keys that depend on the machine's mood; everything else is the same for two runs with one seed."""
 
@@ -31,9 +33,10 @@ class MetricsLog:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
         earlier = read_metrics(path) if path.exists() else []
         self.last_step: int = earlier[-1].get("step", 0) if earlier else 0
-        """The step of the last line that was there: where a run that goes on had come to; 0 in a new file."""
+        """The step of the last line, of an earlier part of the run or of this one; 0 where there is none."""
         if path.exists():
             _cut_torn_line(path)
         self._file = path.open("a", encoding="utf-8")
@@ -43,6 +46,21 @@ class MetricsLog:
         row = {"step": step} | {key: plain(metrics[key]) for key in sorted(metrics)}
         self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
         self._file.flush()
+        self.last_step = step
+
+    def go_back(self, step: int) -> None:
+        """Take off the lines of later steps: they are taken again."""
+        self._file.close()
+        lines = [row for row in read_metrics(self._path) if row.get("step", 0) <= step]
+        with replacing(self._path) as part, part.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in lines)
+        self.last_step = step
+        self._file = self._path.open("a", encoding="utf-8")
+
+    def values(self, name: str, stage: str, last: int) -> list[float]:
+        """One metric over the last so many steps of a stage, as far as it was logged."""
+        rows = [row for row in read_metrics(self._path) if row.get("stage") == stage][-last:]
+        return [float(row[name]) for row in rows if row.get(name) is not None]
 
     def close(self) -> None:
         """Close the file."""

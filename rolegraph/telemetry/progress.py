@@ -46,7 +46,7 @@ class Progress:
     def __init__(self, roles: tuple[str, ...], console: Console | None = None) -> None:
         self.console = console or Console(file=sys.stderr)
         self._roles: dict[str, str] = dict.fromkeys(roles, "starting")
-        self._stage, self._step, self._steps = "", 0, 0
+        self._stage, self._step, self._steps, self._done = "", 0, 0, 0
         self._stage_started = time.monotonic()
         self._metrics: Mapping[str, float] = {}
         self._last_line = 0.0
@@ -56,13 +56,13 @@ class Progress:
         if roles:
             self.say(f"starting {', '.join(roles)}")
 
-    def stage(self, name: str, steps: int) -> None:
-        """A new part of the run begins: `steps` steps under this name."""
-        self._stage, self._step, self._steps = name, 0, steps
+    def stage(self, name: str, steps: int, done: int = 0) -> None:
+        """A new part of the run begins: `steps` steps under this name, of which `done` were taken before."""
+        self._stage, self._step, self._steps, self._done = name, done, steps, done
         self._stage_started = time.monotonic()
         self._metrics = {}
         self._roles = {role: "idle" if what == "starting" else what for role, what in self._roles.items()}
-        self.say(f"{name}: {steps} steps")
+        self.say(f"{name}: {steps} steps" + (f", {done} of them taken before" if done else ""))
 
     def doing(self, role: str, what: str) -> None:
         """What a role does from now on."""
@@ -94,9 +94,10 @@ class Progress:
 
     def _left(self) -> str:
         elapsed = time.monotonic() - self._stage_started
-        if not self._step:
+        taken = self._step - self._done
+        if not taken:
             return ""
-        return f"{duration(elapsed / self._step * (self._steps - self._step))} left"
+        return f"{duration(elapsed / taken * (self._steps - self._step))} left"
 
     def _line(self) -> Text:
         head = f"{self._stage} {self._step}/{self._steps}"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any
 
 from rolegraph.batch import Batch
@@ -57,6 +58,7 @@ class Telemetry:
         """Seconds since the last step in which there was a phase; when those that are open now began."""
         # Steps of a run that goes on are counted on from those of its earlier part.
         self._stage, self._offset, self._total = "", 0, self._log.last_step
+        self._resumed: Mapping[str, int] = {}
         self._rewards: list[float] = []
 
     @contextmanager
@@ -84,15 +86,34 @@ class Telemetry:
             open_phases = [name for name, of_roles in self._phases if role in of_roles]
             self.progress.doing(role, open_phases[-1] if open_phases else "idle")
 
-    def stage(self, name: str, steps: int) -> None:
-        """Begin a part of the run (a warm start, the main loop); step numbers in the log go on over stages."""
-        self._offset, self._stage, self._total = self._total, name, self._total + steps
-        self._seconds, self._rewards, self._sampled = {}, [], 0
+    @property
+    def steps(self) -> int:
+        """Steps of the run that are in the log, over all stages."""
+        return self._log.last_step
+
+    def state(self) -> dict[str, int]:
+        """What `go_back` has to be told, beside the step, so that files of samples are those of a run in one go."""
+        return {"sampled": self._sampled}
+
+    def go_back(self, step: int, state: Mapping[str, int] = MappingProxyType({})) -> None:
+        """Forget what was logged behind a step of the run: it goes on there, with the next call of `stage`."""
+        self._log.go_back(step)
+        self._total, self._resumed = step, dict(state)
+
+    def stage(self, name: str, steps: int, done: int = 0) -> None:
+        """Begin a part of the run (a warm start, the main loop); step numbers in the log go on over stages.
+
+        `done` of its steps were taken before, and are in the log already.
+        """
+        self._offset, self._stage = self._total - done, name
+        self._total = self._offset + steps
+        self._seconds, self._sampled = {}, self._resumed.get("sampled", 0) if done else 0
+        self._rewards = self._log.values("reward/mean", name, done) if done else []
         self._begin_step(self._clock())
-        self.timeline.begin_step(self._offset + 1)
+        self.timeline.begin_step(self._offset + done + 1)
         if self._first_stage is None:
             self._first_stage = (self._last_step, self._busy)
-        self.progress.stage(name, steps)
+        self.progress.stage(name, steps, done)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record a finished step, counted from 1 within the stage."""
