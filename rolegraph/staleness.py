@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
+from typing import Any
 
 from rolegraph.errors import StalenessError
 
@@ -84,3 +86,15 @@ class Staleness:
             )
         self._started.popleft()
         self._is_used = True
+
+    def state(self, made: int) -> dict[str, Any]:
+        """For a checkpoint: the versions, and those with which the oldest `made` of the waiting generations began.
+
+        Later ones were in progress and are forgotten.
+        """
+        return {"version": self.version, "is_used": self._is_used, "made": list(self._started)[:made]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint; engines have other weights until the next sync, so nothing is admitted before it."""
+        self.version, self._is_used, self._is_synced = int(state["version"]), bool(state["is_used"]), False
+        self._started = deque(int(begun) for begun in state["made"])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Self
@@ -11,6 +12,7 @@ from typing import Self
 from rolegraph.algorithms.base import Algorithm
 from rolegraph.algorithms.metrics import of_versions
 from rolegraph.batch import Batch
+from rolegraph.checkpoints.state import State
 from rolegraph.interfaces import Metrics
 from rolegraph.staleness import Staleness
 
@@ -30,8 +32,9 @@ class Generations:
 
     Args:
         make: draws and scores one generation; called by one task, and never twice at a time.
-        count: generations of the whole run: none is begun that nobody will take.
+        count: generations that are still to be made: none is begun that nobody will take.
         wait: surrounds the time that `take` waits for a generation that is made beside it (a timer).
+        before: those that a checkpoint had made and nobody had taken; they are taken first.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class Generations:
         staleness: Staleness,
         count: int,
         wait: Callable[[], AbstractContextManager[None]],
+        before: Iterable[Generation] = (),
     ) -> None:
         self._make = make
         self._staleness = staleness
@@ -47,15 +51,35 @@ class Generations:
         self._wait = wait
         self._tasks: asyncio.TaskGroup | None = None
         self._maker: asyncio.Task[None] | None = None
-        self._made: asyncio.Queue[Generation] = asyncio.Queue()
+        self._made: deque[Generation] = deque(before)
         self._changed = asyncio.Event()
+        """Whether generations are admitted may have."""
+        self._arrived = asyncio.Event()
+        """Set when a generation has been made."""
 
     @classmethod
-    def of(cls, algorithm: Algorithm, make: Callable[[], Awaitable[Generation]], count: int) -> Self:
-        """Those of an algorithm whose config has `max_staleness`; what it waits for them is its phase `wait`."""
+    def of(
+        cls, algorithm: Algorithm, make: Callable[[], Awaitable[Generation]], count: int, earlier: State | None = None
+    ) -> Self:
+        """Those of an algorithm whose config has `max_staleness`; what it waits for them is its phase `wait`.
+
+        Args:
+            count: generations that nobody has taken yet, those of `earlier` among them.
+            earlier: what `state` said, where the run goes on from a checkpoint.
+        """
         telemetry = algorithm.job.telemetry
         staleness = Staleness(algorithm.config.max_staleness)
-        return cls(make, staleness, count, wait=lambda: telemetry.phase("wait", "train"))
+        before = made_before(earlier)
+        if earlier is not None and "staleness" in earlier.values:
+            staleness.restore(earlier.values["staleness"])
+        return cls(make, staleness, count - len(before), lambda: telemetry.phase("wait", "train"), before)
+
+    def state(self) -> State:
+        """Those that were made and not taken, for a checkpoint; one that is being made is forgotten."""
+        return State(
+            {"staleness": self._staleness.state(len(self._made)), "made": [metrics for _, metrics in self._made]},
+            {f"made-{number}": samples for number, (samples, _) in enumerate(self._made)},
+        )
 
     def synced(self, version: int) -> None:
         """The engines have the weights of this version now."""
@@ -69,7 +93,10 @@ class Generations:
             samples, metrics = await self._make()
         else:
             with self._wait():
-                samples, metrics = await self._made.get()
+                while not self._made:
+                    self._arrived.clear()
+                    await self._arrived.wait()
+            samples, metrics = self._made.popleft()
         has_versions = len(samples) and "weight_version" in samples
         self._staleness.take(int(samples.numpy("weight_version").min()) if has_versions else None)
         self._changed.set()
@@ -81,7 +108,8 @@ class Generations:
                 self._changed.clear()
                 await self._changed.wait()
             self._staleness.start()
-            self._made.put_nowait(await self._make())
+            self._made.append(await self._make())
+            self._arrived.set()
 
     async def __aenter__(self) -> Self:
         if self._staleness.limit:
@@ -99,3 +127,10 @@ class Generations:
             await self._tasks.__aexit__(kind, error, trace)
         except BaseExceptionGroup as faults:
             raise faults.exceptions[0] from None
+
+
+def made_before(earlier: State | None) -> list[Generation]:
+    """The generations that a checkpoint has, in the order in which they are taken."""
+    if earlier is None:
+        return []
+    return [(earlier.rows[f"made-{number}"], metrics) for number, metrics in enumerate(earlier.values.get("made", ()))]

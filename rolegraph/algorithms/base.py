@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rolegraph.algorithms.hooks import Step
 from rolegraph.batch import Batch
-from rolegraph.errors import ConfigError, TurnError
+from rolegraph.checkpoints.state import State
+from rolegraph.errors import TurnError
 from rolegraph.interfaces import Metrics
 from rolegraph.role import Role
 from rolegraph.turns import PHASES, Phase
@@ -48,6 +49,9 @@ class Algorithm:
     """Roles that a config may add, by how their names begin, beside those of the annotations."""
     can_resume: ClassVar[bool] = False
     """Whether `begin` goes on in the folder of an earlier run where the config says `resume`."""
+    can_save: ClassVar[bool] = False
+    """Whether `state` says enough to go on from a checkpoint. A class that overrides `run` and not `state` is taken to
+    have lost it."""
     config: Any
 
     def __init__(self, config: Any, run: Run) -> None:
@@ -56,6 +60,13 @@ class Algorithm:
         """The run: its config, dataset, telemetry, weight sync, and whose turn it is."""
         self.at = Step("", 0, 0)
         """The step behind which the program is."""
+        self.resumed: Step | None = None
+        """Where a checkpoint was taken that the program goes on from, until the stage of then begins."""
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if "run" in cls.__dict__ and not {"state", "can_save"} & cls.__dict__.keys():
+            cls.can_save = False
 
     @classmethod
     def roles(cls) -> dict[str, tuple[type[Role], bool]]:
@@ -78,20 +89,41 @@ class Algorithm:
         """Look at the run's folder, which need not be there, before anything starts.
 
         A sentence that is returned is told, and ends the run there, as a success. By itself an algorithm takes no
-        folder that holds a run: ConfigError.
+        folder that holds a run, unless `resume` says to go on from a checkpoint: ConfigError.
         """
-        if (run_dir / "metrics.jsonl").exists():
-            raise ConfigError(f"output_dir={run_dir} holds a run already: choose another folder, or remove that one")
-        return None
+        from rolegraph.checkpoints.resume import begin
+
+        return begin(config, run_dir)
 
     async def run(self) -> None:
         """The program, from the first step to the last."""
         raise NotImplementedError
 
+    def state(self) -> State:
+        """What later steps depend on, beside where the program is (`at`) and what the roles save.
+
+        Asked for between two steps. `run` has to go on from it: it takes the steps behind `at.number` of the stage
+        that has begun, and leaves out what `is_behind` says is done.
+        """
+        return State()
+
+    def restore(self, at: Step, state: State) -> None:
+        """Go on from a checkpoint that was taken at `at`; called before `run`."""
+        self.at = self.resumed = at
+
+    def is_behind(self, stage: str) -> bool:
+        """Whether the run goes on from a checkpoint of a stage that comes after this one, so that it is done."""
+        return self.resumed is not None and self.resumed.stage != stage
+
     async def begin_stage(self, name: str, steps: int, *, is_main: bool = True) -> None:
-        """A part of the run begins, of so many optimizer steps: the algorithm's own, or what comes before it."""
-        self.job.telemetry.stage(name, steps)
-        self.at = Step(name, 0, steps, is_main)
+        """A part of the run begins, of so many optimizer steps: the algorithm's own, or what comes before it.
+
+        `at` is its beginning, or where a checkpoint was taken within it.
+        """
+        resumed, self.resumed = self.resumed, None
+        number = resumed.number if resumed is not None and resumed.stage == name else 0
+        self.job.telemetry.stage(name, steps, number)
+        self.at = Step(name, number, steps, is_main)
         for hook in self.job.hooks:
             await hook.begun(self, self.at)
 

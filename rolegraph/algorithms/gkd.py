@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from rolegraph.algorithms import metrics as measure
-from rolegraph.algorithms.ahead import Generations
+from rolegraph.algorithms.ahead import Generations, made_before
 from rolegraph.algorithms.base import Algorithm
 from rolegraph.algorithms.config import GKDConfig
 from rolegraph.algorithms.grpo import RESPONSE_COLUMNS
-from rolegraph.algorithms.sft import warm_start
+from rolegraph.algorithms.hooks import Step
+from rolegraph.algorithms.sft import WARM_START, warm_start
 from rolegraph.algorithms.teachers import LARGE
 from rolegraph.batch import Batch
+from rolegraph.checkpoints.state import State
 from rolegraph.interfaces import Metrics, ORMRole, RolloutRole, TeacherRole, TrainRole
 from rolegraph.role import Role
 
@@ -38,6 +40,7 @@ class GKD(Algorithm):
     teacher: TeacherRole
     orm: ORMRole | None
     more_roles: ClassVar[Mapping[str, type[Role]]] = MappingProxyType({"teacher_": TeacherRole})
+    can_save: ClassVar[bool] = True
 
     def __init__(self, config: GKDConfig, run: Run) -> None:
         super().__init__(config, run)
@@ -52,6 +55,9 @@ class GKD(Algorithm):
         """Batches taken from the dataset."""
         self.own: list[int] = []
         """The steps on samples of the student's own that are not generated yet."""
+        self.generations: Generations | None = None
+        self.earlier: State | None = None
+        """Of the checkpoint that the run goes on from."""
 
     async def run(self) -> None:
         """Draw or read, score, step; until the steps of the run are taken."""
@@ -64,14 +70,12 @@ class GKD(Algorithm):
         await self.introduce()
         steps = self.steps(config.global_batch_size)
         await self.begin_stage("gkd", steps)
-        seed = self.job.config.seed
-        self.own = [step for step in range(1, steps + 1) if is_on_policy(config.lmbda, seed, step)]
-        on_policy = frozenset(self.own)
-        async with Generations.of(self, self.sample, len(self.own)) as generations:
-            for step in range(1, steps + 1):
+        on_policy = self.split(self.at.number + 1, steps)
+        async with Generations.of(self, self.sample, len(on_policy), self.earlier) as self.generations:
+            for step in range(self.at.number + 1, steps + 1):
                 if step in on_policy:
-                    generations.synced(await self.sync())
-                    rows, metrics = await generations.take()
+                    self.generations.synced(await self.sync())
+                    rows, metrics = await self.generations.take()
                 else:
                     rows, metrics = self.rows_of(step), {}
                 rows = await self.teachers.taught(self, rows, self.ask)
@@ -80,6 +84,33 @@ class GKD(Algorithm):
                 rows = rows.drop(LARGE)  # or the store would hold hidden states of two steps
                 await self.end_step(metrics | {"on_policy": float(step in on_policy)}, rows)
                 del rows
+
+    def split(self, first: int, last: int) -> frozenset[int]:
+        """The steps from `first` to `last` that are on the student's own samples; what they need is drawn next.
+
+        Where the run goes on from a checkpoint, that may have the samples of the first few of them.
+        """
+        seed, size = self.job.config.seed, self.config.global_batch_size
+        own = [step for step in range(first, last + 1) if is_on_policy(self.config.lmbda, seed, step)]
+        self.batches, self.drawn = self.job.dataset.batches(size, seed, start=size * (first - 1)), first - 1
+        made = len(made_before(self.earlier))
+        for step in own[:made]:
+            self.rows_of(step)
+        self.own = own[made:]
+        return frozenset(own)
+
+    def state(self) -> State:
+        """The samples that were drawn for later steps: all else follows from how many were taken."""
+        if self.generations is None:
+            return State()
+        state = self.generations.state()
+        # Hidden states live as long as the run: the teacher is asked again for all it said of such rows.
+        return State(state.values, {name: without_hidden(rows) for name, rows in state.rows.items()})
+
+    def restore(self, at: Step, state: State) -> None:
+        """Go on behind the step `at`."""
+        super().restore(at, state)
+        self.earlier = state
 
     async def sample(self) -> tuple[Batch, Metrics]:
         """The student's responses to the prompts of its next step, scored where the teacher does not change."""
@@ -108,7 +139,7 @@ class GKD(Algorithm):
     async def introduce(self) -> None:
         """Make trainer and teacher known to each other."""
         async with self.turn("teacher_head" if self.teachers.own is None else "teach"):
-            await self.teachers.introduce(self.train, self.ask)
+            await self.teachers.introduce(self.train, self.ask, again=self.is_behind(WARM_START))
 
     async def step(self, rows: Batch, *, on_policy: bool) -> Metrics:
         """One optimizer step."""
@@ -119,6 +150,11 @@ class GKD(Algorithm):
             if self.teachers.own is not None:
                 await self.teachers.own.follow()
         return measure.of_step(metrics)
+
+
+def without_hidden(rows: Batch) -> Batch:
+    """The rows as they were before a teacher gave hidden states for them."""
+    return rows.drop(("teacher_hidden", "teacher_token_logprobs")) if "teacher_hidden" in rows else rows
 
 
 def is_on_policy(lmbda: float, seed: int, step: int) -> bool:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -13,8 +13,10 @@ from rolegraph.algorithms import metrics as measure
 from rolegraph.algorithms.ahead import Generations
 from rolegraph.algorithms.base import Algorithm
 from rolegraph.algorithms.config import GRPOConfig
-from rolegraph.algorithms.sft import warm_start
+from rolegraph.algorithms.hooks import Step
+from rolegraph.algorithms.sft import WARM_START, warm_start
 from rolegraph.batch import Batch
+from rolegraph.checkpoints.state import State
 from rolegraph.interfaces import Metrics, ORMRole, PRMRole, RolloutRole, TeacherRole, TrainRole
 from rolegraph.losses import advantages
 from rolegraph.role import Role
@@ -49,6 +51,7 @@ class GRPO(Algorithm):
     prm: PRMRole | None
     teacher: TeacherRole | None
     more_roles: ClassVar[Mapping[str, type[Role]]] = MappingProxyType({"teacher_": TeacherRole, "orm_": ORMRole})
+    can_save: ClassVar[bool] = True
 
     def __init__(self, config: GRPOConfig, run: Run) -> None:
         super().__init__(config, run)
@@ -59,6 +62,15 @@ class GRPO(Algorithm):
         self.prompts = run.dataset.batches(config.prompts_per_generation, run.config.seed)
         self.rounds = 0
         """Calls of `generate` so far, the `step` of their samples: no two samples of a run share a seed."""
+        self.drawn = self.place()
+        """Where the last generation that is whole has ended in the data."""
+        self.samples: Batch | None = None
+        """The generation that steps are taken on."""
+        self.used = config.steps_per_batch
+        """Steps that were taken on it: all, so that another one comes first."""
+        self.generations: Generations | None = None
+        self.earlier: State | None = None
+        """Of the checkpoint that the run goes on from."""
 
     async def run(self) -> None:
         """Generate, score, compare, step; until the steps of the run are taken."""
@@ -69,26 +81,46 @@ class GRPO(Algorithm):
             await warm_start(self, self.train, config.warm_start, rows=config.global_batch_size)
         if self.teachers.own is not None:
             async with self.turn("teach"):
-                await self.teachers.introduce(self.train, self.ask)
-        steps, step = self.steps(config.prompts_per_generation / config.steps_per_batch), 0
+                await self.teachers.introduce(self.train, self.ask, again=self.is_behind(WARM_START))
+        steps = self.steps(config.prompts_per_generation / config.steps_per_batch)
         await self.begin_stage("grpo", steps)
         if config.staleness_note:
             telemetry.event(config.staleness_note)
-        count = math.ceil(steps / config.steps_per_batch)
-        async with Generations.of(self, self.sample, count) as generations:
-            while step < steps:
-                generations.synced(await self.sync())
-                samples, metrics = await generations.take()
-                samples = await self.score_tokens(samples)
-                samples = self.with_advantages(samples)
-                telemetry.samples(step + 1, samples)
-                for batch in optimizer_batches(samples, config.steps_per_generation, config.num_iterations):
-                    step += 1
+        taken, whole = (math.ceil(count / config.steps_per_batch) for count in (self.at.number, steps))
+        async with Generations.of(self, self.sample, whole - taken, self.earlier) as self.generations:
+            while self.at.number < steps:
+                metrics: Metrics = {}
+                if self.samples is None or self.used == config.steps_per_batch:
+                    self.generations.synced(await self.sync())
+                    samples, metrics = await self.generations.take()
+                    self.samples, self.used = self.with_advantages(await self.score_tokens(samples)), 0
+                    telemetry.samples(self.at.number + 1, self.samples)
+                for batch in self.batches(self.samples)[self.used :]:
                     metrics |= await self.step(batch)
+                    self.used += 1
                     await self.end_step(metrics, batch)
                     metrics = {}
-                    if step == steps:
+                    if self.at.number == steps:
                         break
+
+    def state(self) -> State:
+        """Where the data are, and the generations that steps are still to be taken on; see `Algorithm.state`."""
+        is_used_up = self.samples is None or self.used == self.config.steps_per_batch
+        rows = {} if self.samples is None or is_used_up else {"samples": self.samples}
+        state = State({"drawn": self.drawn, "used": self.used}, rows)
+        return state if self.generations is None else state.beside(self.generations.state())
+
+    def restore(self, at: Step, state: State) -> None:
+        """Go on in the middle of a generation, or before the next one."""
+        super().restore(at, state)
+        self.drawn, self.used, self.earlier = dict(state.values["drawn"]), int(state.values["used"]), state
+        self.prompts.restore(self.drawn["prompts"])
+        self.rounds = int(self.drawn["rounds"])
+        self.samples = state.rows.get("samples")
+
+    def place(self) -> dict[str, Any]:
+        """Where the next generation begins in the data."""
+        return {"prompts": self.prompts.state(), "rounds": self.rounds}
 
     async def sample(self) -> tuple[Batch, Metrics]:
         """The samples of a generation whose rewards are there, and what was drawn for them.
@@ -116,6 +148,7 @@ class GRPO(Algorithm):
         metrics = self.measure(everything, kept, len(drawn))
         if self.config.has_teacher and self.teachers.own is None:
             kept = await self.teachers.taught(self, kept, self.ask)
+        self.drawn = self.place()
         return kept, metrics
 
     async def draw(self, first_group: int) -> Batch:
@@ -161,6 +194,10 @@ class GRPO(Algorithm):
         samples = samples.with_columns({"advantage": found.values})
         return samples.filter(~measure.truncated(samples)) if config.overlong_filter else samples
 
+    def batches(self, samples: Batch) -> list[Batch]:
+        """The optimizer batches of a generation, in the order in which steps are taken on them."""
+        return optimizer_batches(samples, self.config.steps_per_generation, self.config.num_iterations)
+
     async def step(self, batch: Batch) -> Metrics:
         """One optimizer step; none where nothing is left to learn from."""
         if not len(batch):
@@ -199,9 +236,7 @@ def first_groups(samples: Batch, count: int) -> Batch:
     return samples if len(groups) <= count else samples.filter(samples.numpy("group") < groups[count])
 
 
-def optimizer_batches(samples: Batch, steps: int, iterations: int) -> Iterator[Batch]:
+def optimizer_batches(samples: Batch, steps: int, iterations: int) -> list[Batch]:
     """Cut whole groups into `steps` batches, as equal as can be, and go over them `iterations` times."""
     group = samples.numpy("group")
-    parts = [samples.filter(np.isin(group, ids)) for ids in np.array_split(np.unique(group), steps)]
-    for _ in range(iterations):
-        yield from parts
+    return [samples.filter(np.isin(group, ids)) for ids in np.array_split(np.unique(group), steps)] * iterations

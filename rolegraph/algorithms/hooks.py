@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rolegraph.batch import Batch
 from rolegraph.interfaces import Metrics
@@ -51,3 +51,10 @@ class Hook:
 
     async def ended(self, algorithm: Algorithm) -> None:
         """The last step of the run was taken, and all actors are still there."""
+
+    def state(self) -> Mapping[str, Any]:
+        """What it needs to go on from a checkpoint, as JSON has it; kept under its class's name."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave; a run that goes on calls it before `begun`, and not where it gave nothing."""

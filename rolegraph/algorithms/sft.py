@@ -9,6 +9,7 @@ from rolegraph.algorithms.config import PTConfig, SFTConfig, WarmStartConfig
 from rolegraph.algorithms.metrics import of_step
 from rolegraph.interfaces import LossSpec, TrainRole
 
+WARM_START = "warm_start"
 CROSS_ENTROPY = LossSpec("rolegraph.losses.supervised.cross_entropy")
 
 
@@ -18,6 +19,7 @@ class SFT(Algorithm):
     Config: ClassVar[type[SFTConfig]] = SFTConfig
     config: SFTConfig
     train: TrainRole
+    can_save: ClassVar[bool] = True
     stage = "sft"
 
     async def run(self) -> None:
@@ -45,11 +47,14 @@ async def supervised(
     lr: float | None = None,
     is_main: bool = True,
 ) -> None:
-    """`steps` optimizer steps of `rows` dataset rows each, in the run's seeded order; `lr` overrides the schedule."""
+    """`steps` optimizer steps of `rows` dataset rows each, in the run's seeded order; `lr` overrides the schedule.
+
+    Steps that were taken before a checkpoint are not taken again: where they ended in the data follows from how many.
+    """
     run = algorithm.job
     await algorithm.begin_stage(stage, steps, is_main=is_main)
-    batches = run.dataset.batches(rows, run.config.seed)
-    for _ in range(steps):
+    batches = run.dataset.batches(rows, run.config.seed, start=rows * algorithm.at.number)
+    while algorithm.at.number < steps:
         batch = next(batches)
         async with algorithm.turn("train"):
             metrics = await train.step(batch, loss=loss, lr=lr)
@@ -59,11 +64,14 @@ async def supervised(
 async def warm_start(algorithm: Algorithm, train: TrainRole, options: WarmStartConfig, *, rows: int) -> None:
     """Supervised steps on the dataset's responses before the algorithm's own; `rows` a step unless they say another.
 
-    Optimizer and schedule start anew after them, and what they taught is what reference weights hold.
+    Optimizer and schedule start anew after them, and what they taught is what reference weights hold. Nothing happens
+    where the run goes on from a checkpoint behind them.
     """
+    if algorithm.is_behind(WARM_START):
+        return
     size = options.global_batch_size or rows
     steps = options.max_steps
-    await supervised(algorithm, train, stage="warm_start", steps=steps, rows=size, lr=options.lr, is_main=False)
+    await supervised(algorithm, train, stage=WARM_START, steps=steps, rows=size, lr=options.lr, is_main=False)
     async with algorithm.turn("train"):
         await train.reset_optimizer()
         if algorithm.job.config.keeps_reference:

@@ -120,9 +120,12 @@ class Teachers:
         async with algorithm.turn(self.phase):
             return await self.score(rows, ask)
 
-    async def introduce(self, train: TrainRole, ask: Ask) -> None:
-        """Before the first step: what the trainer has to know about the teacher."""
-        if self.own is not None:
+    async def introduce(self, train: TrainRole, ask: Ask, *, again: bool = False) -> None:
+        """Before the first step: what the trainer has to know about the teacher.
+
+        `again`: it goes on from a checkpoint behind that step, which has the average of its weights.
+        """
+        if self.own is not None and not again:
             await self.own.follow()
         if not ask.hidden:
             return

@@ -69,7 +69,7 @@ class Telemetry:
         self.phases.append(name)
         yield
 
-    def stage(self, name: str, steps: int) -> None:
+    def stage(self, name: str, steps: int, done: int = 0) -> None:
         self.stages.append((name, steps))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
