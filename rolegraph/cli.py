@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from rolegraph.errors import ConfigError, PlanError, RoleGraphError
+from rolegraph.errors import ConfigError, PlanError, RoleGraphError, StoppedError
 from rolegraph.placement.option import OPTION, take_option
 
 if TYPE_CHECKING:
@@ -81,6 +81,9 @@ def guarded(command: Callable[[], int], *, show_traceback: bool) -> int:
     """Run a command; an error of ours becomes its message and an exit code."""
     try:
         return command()
+    except StoppedError as error:
+        print(f"rolegraph: {error}", file=sys.stderr)
+        return 128 + error.signal
     except RoleGraphError as error:
         if show_traceback:
             traceback.print_exc()

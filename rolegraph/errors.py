@@ -34,6 +34,15 @@ class CheckpointError(RoleGraphError):
     """A checkpoint could not be written, or is not whole, or does not belong to this run."""
 
 
+class StoppedError(RoleGraphError):
+    """A signal asked the run to stop, and it has done so in good order."""
+
+    def __init__(self, message: str, signal: int) -> None:
+        super().__init__(message)
+        self.signal = signal
+        """Its number; a shell expects the exit code 128 + signal."""
+
+
 class TurnError(RoleGraphError):
     """A role was asked to work without what it needs on its device, or out of its turn."""
 

@@ -16,6 +16,11 @@ from rolegraph.algorithms.base import Algorithm
 from rolegraph.algorithms.hooks import Hook
 from rolegraph.algorithms.scorers import Scorers
 from rolegraph.algorithms.teachers import Teachers, assigned
+from rolegraph.checkpoints.fingerprint import about_run
+from rolegraph.checkpoints.folder import Checkpoint
+from rolegraph.checkpoints.hook import Checkpointer
+from rolegraph.checkpoints.resume import check_trainer, go_on, start_of
+from rolegraph.checkpoints.stopping import StopRequest
 from rolegraph.config.rules import settle
 from rolegraph.config.schema import RunConfig, Spec
 from rolegraph.config.turn_rules import takes_no_device
@@ -107,22 +112,71 @@ async def _run(config: RunConfig, run_dir: Path) -> None:
             telemetry.event(line)
         slow = ", ".join(f"{role} {seconds:.1f} s" for role, seconds in graph.startup.items())
         telemetry.event(f"roles ready after {time.monotonic() - started:.1f} s ({slow})")
-        handles = handles_of(config, graph)
-        run = Run(
-            config,
-            dataset,
-            telemetry,
-            weight_sync(config, placed, graph),
-            turns,
-            teachers_of(config, handles),
-            scorers_of(config, handles),
-        )
-        algorithm = algorithm_class(config.algorithm.config, run)
-        for name in dict.fromkeys((*algorithm_class.roles(), *handles)):
-            setattr(algorithm, name, handles.get(name))
-        await algorithm.run()
-        gain = telemetry.gain if "train" in handles else ""  # rewards rise where something learns
+        hooks = await _hooks(config, run_dir, dataset, stack)
+        ready = Ready(config, placed, graph, dataset, telemetry, turns, hooks)
+        await run_algorithm(ready, start_of(config, run_dir) if algorithm_class.can_save else None)
+        gain = telemetry.gain if "train" in config.roles else ""  # rewards rise where something learns
         telemetry.event(f"done in {telemetry.elapsed}" + (f": {gain}" if gain else ""))
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What there is once roles and data are: all that an algorithm needs to begin, or to begin again."""
+
+    config: RunConfig
+    placed: Plan
+    graph: RoleGraph
+    dataset: Dataset
+    telemetry: Telemetry
+    turns: TurnTaker
+    hooks: Hooks
+
+
+async def run_algorithm(ready: Ready, checkpoint: Checkpoint | None) -> None:
+    """Run a new object of the algorithm to its end, from a checkpoint or from the beginning."""
+    config, graph = ready.config, ready.graph
+    algorithm_class = _algorithm_class(config.algorithm)
+    handles = handles_of(config, graph)
+    run = Run(
+        config,
+        ready.dataset,
+        ready.telemetry,
+        weight_sync(config, ready.placed, graph),
+        ready.turns,
+        teachers_of(config, handles),
+        scorers_of(config, handles),
+        ready.hooks.all,
+    )
+    algorithm = algorithm_class(config.algorithm.config, run)
+    for name in dict.fromkeys((*algorithm_class.roles(), *handles)):
+        setattr(algorithm, name, handles.get(name))
+    if algorithm_class.can_save:
+        await go_on(algorithm, checkpoint, ready.hooks.about)
+    await algorithm.run()
+    for hook in run.hooks:
+        await hook.ended(algorithm)
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """Who is told of steps, and what the run is about."""
+
+    all: tuple[Hook, ...]
+    about: Mapping[str, Any]
+    """The fingerprints of models and data, by which a checkpoint knows its run."""
+
+
+async def _hooks(config: RunConfig, run_dir: Path, dataset: Dataset, stack: AsyncExitStack) -> Hooks:
+    """In the order in which they are told: what counts and measures first, what saves that last."""
+    if config.checkpoint.every is None and not config.resume:
+        return Hooks((), {})
+    about = await asyncio.to_thread(about_run, config, dataset.rows)
+    hooks: list[Hook] = []
+    if config.checkpoint.every is not None:
+        stop = StopRequest()
+        stack.callback(stop.restore)
+        hooks.append(Checkpointer(config.checkpoint, run_dir, about, use_ray=config.use_ray, stop=stop))
+    return Hooks(tuple(hooks), about)
 
 
 async def _side_by_side(graph: RoleGraph, load: Coroutine[Any, Any, Dataset], telemetry: Telemetry) -> Dataset:
@@ -201,6 +255,8 @@ def _graph(
     )
     # Before what is shipped is looked for: the roles' modules are imported here.
     specs = {role: _role_spec(role, spec, algorithm.interface_of(role)) for role, spec in config.started.items()}
+    if config.checkpoint.every is not None or (config.resume and algorithm.can_save):
+        check_trainer(specs["train"].role_class)
     on_ready = _make_room(config, placed, turns)
     return RoleGraph(placed, specs, options, on_call=telemetry.timeline.call, on_ready=on_ready)
 

@@ -48,6 +48,7 @@ PHASES: Mapping[str, Phase] = {
     "train": Phase({"train": ("model", "optimizer")}),
     "logprobs": Phase({"train": ("model",)}),
     "ref_logprobs": Phase({"train": ("model",)}),
+    "checkpoint": Phase({"train": ("model", "optimizer")}),
     "export": Phase({"train": ("model",)}),
     "teacher": Phase({"teacher": ("model",)}),
     "teacher_head": Phase({"train": ("model",), "teacher": ("model",)}),

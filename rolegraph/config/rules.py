@@ -13,18 +13,18 @@ from typing import Any
 
 from rolegraph.algorithms.distillation import TEACHER_KEY
 from rolegraph.config.check import Problem
+from rolegraph.config.checkpoint_rules import checkpoints_can_be_made, checkpoints_that_stay, resuming_is_possible
 from rolegraph.config.model_rules import positions_suffice, room, sizes_divide
 from rolegraph.config.provenance import join
 from rolegraph.config.reward_rules import text_is_enough
 from rolegraph.config.schema import RunConfig
 from rolegraph.config.targets import fields_in_source
-from rolegraph.config.turn_rules import algorithm_roles, can_resume, needs_sleep_mode, turns_make_room
+from rolegraph.config.turn_rules import algorithm_roles, needs_sleep_mode, turns_make_room
 from rolegraph.placement import Plan, requests
 from rolegraph.placement.memory import USABLE
 from rolegraph.role import is_scorer, is_teacher
 
 LATER: dict[tuple[str, ...], str] = {
-    ("checkpoint",): "checkpoints",
     ("eval",): "evaluation during the run",
     ("health",): "starting roles again",
 }
@@ -77,16 +77,6 @@ def roles_take_part(run: RunConfig) -> Iterator[str]:
     for role in run.roles:
         if role not in roles and not role.startswith(tuple(prefixes)):
             yield f"{role}: {run.algorithm.name} uses no role `{role}` (it uses {', '.join(roles)}): set {role}=null"
-
-
-def resuming_is_possible(run: RunConfig) -> Iterator[str]:
-    """A run that goes on has an algorithm that can, and a folder to go on in."""
-    if not run.resume:
-        return
-    if not can_resume(run.algorithm.target):
-        yield f"resume=true does not work yet with {run.algorithm.name}: remove it and begin in a new output_dir"
-    elif run.output_dir is None:
-        yield "resume=true goes on in the folder of an earlier run: name that folder, output_dir=..."
 
 
 def colocated_roles_exist(run: RunConfig) -> Iterator[str]:
@@ -307,6 +297,8 @@ ABOUT_THIS_INSTALLATION = (context_parallelism_works,)
 RULES: list[Callable[[RunConfig], Iterator[str]]] = [
     roles_take_part,
     resuming_is_possible,
+    checkpoints_can_be_made,
+    checkpoints_that_stay,
     colocated_roles_exist,
     workers_are_roles,
     turns_make_room,

@@ -50,8 +50,10 @@ class RootConfig:
     """false runs every role in this process, for debugging, where the graph allows it."""
     output_dir: str | None = None
     """Where the run writes; null: outputs/NAME/TIME."""
-    resume: bool = False
-    """Go on in `output_dir` with what is missing there; a run that is finished does nothing."""
+    resume: bool | str = False
+    """true: go on in `output_dir` behind its newest checkpoint (a sampling run: with what is missing there); a run that
+    is finished does nothing. auto: that, or begin where there is nothing to go on from. A path: begin in `output_dir`
+    from this checkpoint, or from the newest of this run."""
     max_steps: Annotated[int, Ge(1)] | None = 100
     """Optimizer steps of the run, a warm start's aside; null: one pass over the dataset."""
     placement: PlacementConfig = field(default_factory=PlacementConfig)
@@ -87,7 +89,7 @@ class RunConfig:
     ray_exp_name: str | None
     use_ray: bool
     output_dir: str | None
-    resume: bool
+    resume: bool | str
     max_steps: int | None
     algorithm: Spec
     roles: Mapping[str, Spec]

@@ -21,10 +21,10 @@ def algorithm_roles(target: str) -> tuple[dict[str, tuple[type, bool]], dict[str
     return dict(declared_roles(algorithm)), dict(getattr(algorithm, "more_roles", {}))
 
 
-def can_resume(target: str) -> bool:
-    """Whether an algorithm class goes on with earlier runs; one that cannot be imported does not."""
+def says(target: str, attribute: str) -> bool:
+    """Whether an algorithm class has this attribute and it is true; one that cannot be imported has not."""
     try:
-        return bool(getattr(_class_of(target), "can_resume", False))
+        return bool(getattr(_class_of(target), attribute, False))
     except Exception:  # another rule says so
         return False
 

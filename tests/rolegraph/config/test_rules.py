@@ -33,7 +33,7 @@ def test_later_work_is_refused_by_name(user: Folder, path: tuple[str, ...]) -> N
 
 
 def test_resume_needs_an_algorithm_that_can_and_a_folder(user: Folder) -> None:
-    assert "resume=true does not work yet with Mine: remove it" in faults(user, "resume=true")
+    assert "resume=true does not work with Mine: remove it" in faults(user, "resume=true")
     assert load(["algorithm=mine", "resume=false"], config_dir=str(user)).run.resume is False
     user.write(
         "rolegraph_lasting_code.py",

@@ -1,0 +1,201 @@
+"""`Checkpointer`: the hook that saves a run while it goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from rolegraph.algorithms.base import Algorithm
+from rolegraph.algorithms.hooks import Hook, Step
+from rolegraph.batch import Batch
+from rolegraph.checkpoints import folder
+from rolegraph.checkpoints.config import CheckpointConfig
+from rolegraph.checkpoints.state import write_rows
+from rolegraph.checkpoints.stopping import StopRequest
+from rolegraph.errors import RoleError
+from rolegraph.interfaces import TrainRole
+from rolegraph.results import replacing
+
+POLL_S = 0.1
+"""Between two questions whether the train role still writes."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a checkpoint is made of, beside what the train role writes."""
+
+    step: int
+    driver: Mapping[str, Any]
+    rows: Mapping[str, Batch]
+    metrics: Mapping[str, float]
+    """Those that are finite."""
+
+
+class Checkpointer(Hook):
+    """Saves every so many steps, and behind the last one.
+
+    The train role says when training may go on; the rest is written beside the next steps, and then the marker. One
+    checkpoint is written at a time. One that fails is removed and told, the run goes on, and the older ones are whole.
+
+    Args:
+        about: the fingerprints of models and data.
+        use_ray: whether rows are written by workers.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        run_dir: Path,
+        about: Mapping[str, Any],
+        *,
+        use_ray: bool,
+        stop: StopRequest | None = None,
+    ) -> None:
+        self.config = config
+        self.run_dir = run_dir
+        self.about = about
+        self.use_ray = use_ray
+        self.stop = stop or StopRequest()
+        self.metrics: dict[str, float] = {}
+        """Every metric by name, of the newest step that had it."""
+        self.saved: int | None = None
+        """The step of the newest checkpoint that was begun and did not fail."""
+        self._writing: asyncio.Task[None] | None = None
+
+    async def begun(self, algorithm: Algorithm, step: Step) -> None:
+        """From here on a signal asks for a checkpoint instead of ending the run at once."""
+        await self.settled()
+        await asyncio.to_thread(folder.remove_partial, self.run_dir)
+        self.stop.listen(algorithm.job.telemetry.event)
+
+    async def logged(self, algorithm: Algorithm, step: Step) -> None:
+        """Save where that is due, or where the run was asked to stop. Raises StoppedError then."""
+        self.metrics.update(step.metrics)
+        number = algorithm.job.telemetry.steps
+        asked = self.stop.asked
+        if asked or number % cast(int, self.config.every) == 0:
+            await self.save(algorithm)
+        if asked:
+            await self.settled()
+            raise self.stop.error(self.saved)
+
+    async def ended(self, algorithm: Algorithm) -> None:
+        """Save the last step, and wait until it is on the disk."""
+        if self.saved != algorithm.job.telemetry.steps:
+            await self.save(algorithm)
+        await self.settled()
+        self.stop.restore()
+
+    def state(self) -> Mapping[str, Any]:
+        """The metrics, for `keep_best` looks at older ones too."""
+        return {"metrics": self.metrics}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Know the metrics of before."""
+        self.metrics = dict(state["metrics"])
+
+    async def save(self, algorithm: Algorithm) -> None:
+        """Begin a checkpoint of now, once the one before it is written; returns when training may go on."""
+        await self.settled()
+        content = self._content(algorithm)
+        path = folder.folder_of(self.run_dir, content.step)
+        try:
+            await asyncio.to_thread(folder.begin, self.run_dir, content.step)
+            async with algorithm.turn("checkpoint"):
+                await _train(algorithm).save(str(path / "train"))
+                if self.config.export_hf:
+                    await _train(algorithm).export_hf(str(path / "hf"))
+        except (OSError, RoleError) as error:
+            if isinstance(error, RoleError) and not error.remote_traceback:
+                raise  # no fault of its code: a rank has died
+            await self._failed(algorithm, path, content.step, error)
+            return
+        self.saved = content.step
+        self._writing = asyncio.create_task(self._write(algorithm, path, content), name=f"checkpoint {content.step}")
+
+    async def settled(self) -> None:
+        """Wait for the checkpoint that is being written."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            await writing
+
+    def _content(self, algorithm: Algorithm) -> Content:
+        job, at = algorithm.job, algorithm.at
+        state = algorithm.state()
+        where = {"stage": at.stage, "number": at.number, "of": at.of, "is_main": at.is_main}
+        driver = {
+            "at": where,
+            "weight_version": 0 if job.sync is None else job.sync.version,
+            "algorithm": state.values,
+            "telemetry": job.telemetry.state(),
+            "hooks": {type(hook).__name__: hook.state() for hook in job.hooks},
+            "about": self.about,
+        }
+        # Through text, so that nothing in it changes while it waits to be written.
+        driver = json.loads(json.dumps(driver, default=_plain))
+        metrics = {name: float(value) for name, value in self.metrics.items() if math.isfinite(value)}
+        return Content(job.telemetry.steps, driver, state.rows, metrics)
+
+    async def _write(self, algorithm: Algorithm, path: Path, content: Content) -> None:
+        """Everything that is left to do, beside training; never raises."""
+        train = _train(algorithm)
+        try:
+            await asyncio.to_thread(self._write_small, path, content.driver)
+            await write_rows(content.rows, path / "rows", use_ray=self.use_ray)
+            await _written(train)
+            await train.finish_save()
+            await asyncio.to_thread(folder.complete, path, content.step, metrics=content.metrics)
+        except Exception as error:
+            await self._failed(algorithm, path, content.step, error)
+            return
+        await asyncio.to_thread(self._prune)
+
+    def _write_small(self, path: Path, driver: Mapping[str, Any]) -> None:
+        shutil.copyfile(self.run_dir / "config.yaml", path / "config.yaml")
+        with replacing(path / "driver.json") as part:
+            part.write_text(json.dumps(driver, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def _prune(self) -> None:
+        how = self.config
+        folder.prune(self.run_dir, keep_last=how.keep_last, keep_best=how.keep_best, metric=how.metric, best=how.best)
+        folder.remove_partial(self.run_dir)
+
+    async def _failed(self, algorithm: Algorithm, path: Path, step: int, error: Exception) -> None:
+        """Remove what there is of it, and say so."""
+        with contextlib.suppress(RoleError):  # else the next save would find one that goes on
+            await _train(algorithm).finish_save()
+        await asyncio.to_thread(folder.remove, path)
+        self.saved = None if self.saved == step else self.saved
+        cause = error.message if isinstance(error, RoleError) else f"{type(error).__name__}: {error}"
+        left = folder.newest(self.run_dir)
+        kept = f"the one of step {left.step} stays the newest" if left is not None else "there is no older one"
+        algorithm.job.telemetry.event(
+            f"the checkpoint of step {step} was not written, and the run goes on; {kept}: {cause}"
+        )
+
+
+def _train(algorithm: Algorithm) -> TrainRole:
+    return cast(TrainRole, algorithm.train)  # type: ignore[attr-defined]
+
+
+async def _written(train: TrainRole) -> None:
+    """Ask until no rank writes any more, in the lane that answers while the others compute."""
+    while True:
+        if not any(await train.is_saving()):  # type: ignore[misc]
+            return
+        await asyncio.sleep(POLL_S)
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of numpy, and dataclasses, as JSON has them."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return value.item() if hasattr(value, "item") else dict(value)
