@@ -73,7 +73,7 @@ def within(name: str, packages: set[str]) -> bool:
 
 def test_algorithms_see_interfaces_batches_and_pure_functions() -> None:
     pure = ("interfaces", "batch", "errors", "role", "losses", "staleness", "turns", "journal", "json_rows", "results")
-    pure += ("config.schema", "config.turn_rules", "data.column_types")
+    pure += ("config.schema", "config.turn_rules", "data.column_types", "checkpoints.state", "checkpoints.resume")
     known = {f"rolegraph.{name}" for name in ("algorithms", "run", *pure)}
     for file in python_files("rolegraph/algorithms"):
         assert [name for name in of_this_project(file) if name != "rolegraph" and not within(name, known)] == [], file
