@@ -48,6 +48,11 @@ def broken(tokens: TokenBatch) -> LossOutput:
     return LossOutput(tokens.logprobs.sum() * float("nan"))
 
 
+def boundless(tokens: TokenBatch) -> LossOutput:
+    """A loss that is infinite, with a gradient that is not."""
+    return LossOutput(tokens.logprobs.sum() + float("inf"))
+
+
 def constant(tokens: TokenBatch) -> LossOutput:
     """A loss without a gradient."""
     return LossOutput(torch.zeros(()))

@@ -31,7 +31,7 @@ class MegatronTrain(ShardedTrain):
         """Load the model; raises ConfigError where config, model and installation do not fit."""
         started = time.perf_counter()
         self._configure_process()
-        from roles.train import adapters_out, megatron_passes, model, offload, trainer, weights_out
+        from roles.train import adapters_out, checkpoint, megatron_passes, model, offload, trainer, weights_out
 
         self._policy: Policy = model.build_policy(self.config, self.context)
         self._trainer: Trainer = trainer.Trainer(
@@ -41,6 +41,7 @@ class MegatronTrain(ShardedTrain):
         if self._policy.adapters is not None:
             self._adapters = adapters_out.AdapterMatrices(self._policy, self._policy.adapters)
         self._offload: Offload = offload.Offload(self._policy, moves=self.context.device == "cuda")
+        self._checkpoint = checkpoint.Checkpoint(self._policy, self._trainer)
         _log.info("rank %d ready in %.1f s", self.context.rank, time.perf_counter() - started)
 
     def _leave(self) -> None:

@@ -92,6 +92,8 @@ class Policy(Model):
     optimizer: MegatronOptimizer
     reference: dict[str, Tensor] | None = None
     """The second set of weights, by parameter name."""
+    reference_moved: bool = False
+    """Whether those are others than the ones of the start, which the Hugging Face folder has."""
     average: dict[str, Tensor] | None = None
     """A moving average of the weights, by parameter name; float32."""
     adapters: Adapters | None = None
@@ -109,6 +111,7 @@ class Policy(Model):
             self.reference = {name: torch.empty_like(param) for name, param in self.trained.items()}
         for name, param in self.trained.items():
             self.reference[name].copy_(param.detach())
+        self.reference_moved = True
 
     @torch.no_grad()
     def update_average(self, decay: float) -> None:
@@ -184,6 +187,7 @@ def build_policy(config: MegatronTrainConfig, context: RoleContext) -> Policy:
     policy.adapters = adapters
     if config.reference == "initial" and adapters is None:
         policy.save_reference()
+        policy.reference_moved = False
     return policy
 
 

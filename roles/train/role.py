@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
@@ -59,6 +60,23 @@ class Memory(Protocol):
         """Bring these parts back."""
 
 
+class Checkpoints(Protocol):
+    """Saves and loads a policy and its trainer; all ranks call each of these, but for `is_writing`."""
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank still writes; may be asked from any thread."""
+
+    def save(self, folder: Path) -> None:
+        """See `TrainRole.save`."""
+
+    def finish(self) -> None:
+        """See `TrainRole.finish_save`."""
+
+    def load(self, folder: Path, *, weights_only: bool) -> None:
+        """See `TrainRole.load`."""
+
+
 class ShardedTrain(TrainRole):
     """One rank of a policy whose parts, or whose work, ranks share; `setup` of a backend makes what it works with.
 
@@ -81,6 +99,7 @@ class ShardedTrain(TrainRole):
     _adapters: AdapterExport | None = None
     """Where adapters are trained, these alone."""
     _offload: Memory
+    _checkpoint: Checkpoints
     _loss: tuple[LossSpec, Loss] | None = None
     _sender: WeightSender | None = None
 
@@ -170,6 +189,28 @@ class ShardedTrain(TrainRole):
         from roles.train.adapter import write_adapter
 
         write_adapter(self._adapters_alone(), path, base=self.config.folder)
+
+    @endpoint()
+    def save(self, path: str) -> None:
+        """See `TrainRole.save`."""
+        self._offload.need("model", "optimizer")
+        self._checkpoint.save(Path(path))
+
+    @endpoint(lane="control")
+    def is_saving(self) -> bool:
+        """See `TrainRole.is_saving`."""
+        return self._checkpoint.is_writing
+
+    @endpoint()
+    def finish_save(self) -> None:
+        """See `TrainRole.finish_save`; what was saved need not be on the device any more."""
+        self._checkpoint.finish()
+
+    @endpoint()
+    def load(self, path: str, *, weights_only: bool = False) -> None:
+        """See `TrainRole.load`."""
+        self._offload.need("model", "optimizer")
+        self._checkpoint.load(Path(path), weights_only=weights_only)
 
     @endpoint(execute="first")
     def rendezvous(self) -> tuple[str, int]:

@@ -68,11 +68,11 @@ class Trainer(Forward):
         share = torch.tensor(1.0 / (len(plan.rows) * self.passes.data_group.size()), dtype=torch.float64, device=device)
         finish = partial(self._loss, batch, loss=loss, temperature=temperature, totals=totals, share=share)
         stats = self._run(batch, plan, finish, train=True)
-        rate = self._rate() if lr is None else lr
-        grad_norm, skipped = self._update(rate)
         metrics: dict[str, float] = self.passes.on_every_stage(
             lambda: reduce_stats(stats, self.passes.data_group, device)
         )
+        rate = self._rate() if lr is None else lr
+        grad_norm, skipped = self._update(rate, metrics["loss"])
         metrics |= {
             "grad_norm": grad_norm,
             "lr": rate,
@@ -101,13 +101,14 @@ class Trainer(Forward):
             min_lr=config.min_lr,
         )
 
-    def _update(self, rate: float) -> tuple[float, bool]:
+    def _update(self, rate: float, loss: float) -> tuple[float, bool]:
         """Clip and step; returns the gradient norm before clipping, and whether the step was left out.
 
-        A norm that is not finite would make every weight so: that step is skipped on all ranks alike.
+        A norm that is not finite would make every weight so, and one that is finite beside a `loss` (of all ranks) that
+        is not means nothing: that step is skipped on all ranks alike, and the schedule stays where it is.
         """
         norm = self.passes.gradient_norm()
-        if not math.isfinite(norm):
+        if not (math.isfinite(norm) and math.isfinite(loss)):
             return norm, True
         limit = self.config.clip_grad
         if limit > 0 and norm > limit:

@@ -207,11 +207,13 @@ def test_prepare_sees_the_whole_batch_and_its_columns_reach_the_loss(start: Star
     assert metrics["shares"] == pytest.approx(1.0 / 2, abs=1e-5)
 
 
-def test_a_gradient_that_is_no_number_changes_no_weight(start: Start) -> None:
-    role = start()
+@pytest.mark.parametrize("loss", ["broken", "boundless"])
+def test_a_loss_or_gradient_that_is_no_number_changes_no_weight(start: Start, loss: str) -> None:
+    role = start(warmup_steps=3)
     before = {name: param.detach().clone() for name, param in role._policy.model.named_parameters()}
-    metrics = role.step(make_batch(4, 0), loss=LossSpec("tests.losses_for_tests.broken"))
+    metrics = role.step(make_batch(4, 0), loss=LossSpec(f"tests.losses_for_tests.{loss}"))
     assert metrics["skipped"] == 1.0
+    assert role._trainer.steps == 0
     assert all(torch.equal(param, before[name]) for name, param in role._policy.model.named_parameters())
     assert role.step(make_batch(4, 0), loss=NLL)["skipped"] == 0.0
     assert not all(torch.equal(param, before[name]) for name, param in role._policy.model.named_parameters())
