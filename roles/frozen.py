@@ -1,4 +1,4 @@
-"""A model of transformers that nobody trains: onto the role's devices, in its type, and off them by turns."""
+"""A model of transformers that computes forward alone: onto the role's devices, in its type, and off them by turns."""
 
 from __future__ import annotations
 
@@ -31,11 +31,38 @@ class FrozenModel:
         self.home = torch.device("cuda", 0) if self._on_gpu else torch.device("cpu")
         if not placed:
             self.model.to(self.home)
+        self._dropped: list[tuple[Any, Any]] = []
+        """Weights without their memory, and their shapes."""
 
     def move(self, away: bool) -> None:
-        """To host memory, or back to the device; without a GPU it stays where it is."""
+        """To host memory, or back to the device; without a GPU it stays where it is.
+
+        Weights that were dropped get memory again, and no content.
+        """
         import torch
 
+        if not away:
+            for weight, shape in self._dropped:
+                weight.data = weight.data.new_empty(shape)
+            self._dropped = []
         if self._on_gpu:
             self.model.to("cpu" if away else self.home)
             torch.cuda.empty_cache()
+
+    def drop(self) -> None:
+        """Give up the weights' memory; buffers, which no trainer sends, stay."""
+        import torch
+
+        if not self._dropped:
+            self._dropped = [(weight, weight.shape) for weight in self.model.parameters()]
+            for weight, _ in self._dropped:
+                weight.data = weight.data.new_empty(0)
+        if self._on_gpu:
+            torch.cuda.empty_cache()
+
+    def wait(self) -> None:
+        """Until the device has done what it was given."""
+        import torch
+
+        if self._on_gpu:
+            torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""A vLLM engine that draws from prompts: what the rollout and the sampler have in common, weight sync aside."""
+"""Drawing from prompts: a vLLM engine as rollout and sampler have it, weight sync aside, and what rollouts share."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import hashlib
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import pyarrow as pa
 
 from rolegraph.batch import Batch
 from rolegraph.columns import Ragged
-from rolegraph.errors import TurnError
+from rolegraph.errors import BatchError, TurnError
 from rolegraph.interfaces import SamplingParams
 from rolegraph.role import RoleContext
 from roles.rollout import arguments
@@ -182,3 +183,57 @@ def token_columns(rows: Batch, drawn: Sequence[tuple[Sequence[int], Sequence[flo
         "response_length": lengths,
         "length": prompt_lengths + lengths,
     }
+
+
+class Drawer(Protocol):
+    """What draws samples, whichever engine it is."""
+
+    def why_not(self, prompt: Array, sampling: SamplingParams) -> str | None:
+        """Why nothing can be drawn from this prompt; null where it can."""
+
+    def draw(self, wanted: Sequence[Drawn], sampling: SamplingParams) -> list[Sample]:
+        """The responses, prompt after prompt."""
+
+    def say_once(self, level: int, text: str) -> None:
+        """Log what is no news the second time."""
+
+
+def generate(engine: Drawer, prompts: Batch, sampling: SamplingParams) -> Batch:
+    """`RolloutRole.generate` by an engine that is awake and whole; raises BatchError as that says."""
+    if sampling.n < 1:
+        raise BatchError(f"sampling.n={sampling.n}: at least one response a prompt")
+    if sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0:
+        engine.say_once(
+            logging.WARNING,
+            "top_p, top_k or min_p cut the distribution: rollout_logprobs are renormalised over what is kept, the "
+            "trainer's logprobs are not, so they differ even for equal weights",
+        )
+    ids = prompts.lists("prompt_ids")
+    uids: list[str] = prompts["uid"].to_pylist()
+    for uid, prompt in zip(uids, ids, strict=True):
+        if why := engine.why_not(prompt, sampling):
+            raise BatchError(f"row {uid}: {why}")
+
+    def seed(uid: str, repeat: int) -> int | None:
+        return None if sampling.seed is None else sample_seed(sampling.seed, uid, sampling.step, repeat)
+
+    wanted = [
+        Drawn(prompt.tolist(), [seed(uid, repeat) for repeat in range(sampling.n)])
+        for uid, prompt in zip(uids, ids, strict=True)
+    ]
+    return _with_samples(prompts.repeat(sampling.n), engine.draw(wanted, sampling), sampling)
+
+
+def _with_samples(rows: Batch, samples: list[Sample], sampling: SamplingParams) -> Batch:
+    """The prompts' rows, each `sampling.n` times, with the columns of what was drawn."""
+    count = len(samples)
+    return rows.with_columns(
+        {
+            "repeat": np.tile(np.arange(sampling.n, dtype=np.int32), count // sampling.n),
+            "step": np.full(count, sampling.step, dtype=np.int32),
+            "finish_reason": pa.array([sample.finish_reason for sample in samples], pa.string()),
+            "weight_version": np.fromiter((s.version_first for s in samples), dtype=np.int64, count=count),
+            "weight_version_last": np.fromiter((s.version_last for s in samples), dtype=np.int64, count=count),
+            **token_columns(rows, [(sample.token_ids, sample.logprobs) for sample in samples]),
+        }
+    )

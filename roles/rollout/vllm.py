@@ -5,21 +5,17 @@ vLLM is imported in `setup`, after the environment it reads at import is set.
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import TYPE_CHECKING
 
-import numpy as np
-import pyarrow as pa
-
 from rolegraph.batch import Batch
-from rolegraph.errors import BatchError, TurnError, WeightSyncError
+from rolegraph.errors import TurnError, WeightSyncError
 from rolegraph.interfaces import AdapterInfo, RolloutRole, SamplingParams, TensorInfo, TransferGroup
 from rolegraph.role import RoleContext, endpoint
 from roles.rollout import arguments
 from roles.rollout.config import VLLMRolloutConfig
-from roles.rollout.drawing import DrawingEngine, Drawn, sample_seed, token_columns
-from roles.rollout.engine import Sample
+from roles.rollout.drawing import DrawingEngine, generate
+from roles.rollout.manifest import check_manifest
 
 if TYPE_CHECKING:
     from vllm import LLMEngine
@@ -62,26 +58,7 @@ class VLLMRollout(RolloutRole):
         self._engine.slumber.refuse_samples()
         if self._torn:
             raise WeightSyncError(f"the engine's weights are incomplete until the next sync: {self._torn}")
-        if sampling.n < 1:
-            raise BatchError(f"sampling.n={sampling.n}: at least one response a prompt")
-        self._warn_of_cut(sampling)
-        ids = prompts.lists("prompt_ids")
-        uids: list[str] = prompts["uid"].to_pylist()
-        for uid, prompt in zip(uids, ids, strict=True):
-            if why := self._engine.why_not(prompt, sampling):
-                raise BatchError(f"row {uid}: {why}")
-
-        def seed(uid: str, repeat: int) -> int | None:
-            return None if sampling.seed is None else sample_seed(sampling.seed, uid, sampling.step, repeat)
-
-        samples = self._engine.draw(
-            [
-                Drawn(prompt.tolist(), [seed(uid, repeat) for repeat in range(sampling.n)])
-                for uid, prompt in zip(uids, ids, strict=True)
-            ],
-            sampling,
-        )
-        return _with_samples(prompts.repeat(sampling.n), samples, sampling)
+        return generate(self._engine, prompts, sampling)
 
     @endpoint(lane="control")
     def abort(self) -> int:
@@ -116,7 +93,9 @@ class VLLMRollout(RolloutRole):
             raise WeightSyncError(f"{self.context.role} was started without room for an adapter")
         try:
             self._engine.slumber.refuse_weights()
-            self._check_manifest(manifest)
+            if self._weights is not None:
+                tied = arguments.model_config(self.config.folder).get("tie_word_embeddings")
+                check_manifest(manifest, self._weights, optional={"lm_head.weight"} if tied else set())
         except (TurnError, WeightSyncError):
             VLLMRollout.disconnect_weights(self)  # the trainer is already sending
             raise
@@ -158,46 +137,3 @@ class VLLMRollout(RolloutRole):
         for worker, fault in enumerate(faults):
             if fault:
                 raise WeightSyncError(f"{self.context.role} replica {self.context.rank}, worker {worker}: {fault}")
-
-    def _check_manifest(self, manifest: list[TensorInfo]) -> None:
-        """Compare what the trainer announces with the checkpoint the engine was started from."""
-        if self._weights is None:
-            return
-        announced = {info.name: tuple(info.shape) for info in manifest}
-        expected = {name: shape for name, shape in self._weights.items() if not name.endswith("rotary_emb.inv_freq")}
-        if arguments.model_config(self.config.folder).get("tie_word_embeddings"):
-            expected.pop("lm_head.weight", None)
-            announced.pop("lm_head.weight", None)
-        wrong = [f"missing {name}" for name in expected if name not in announced]
-        wrong += [f"unknown {name}" for name in announced if name not in expected]
-        wrong += [
-            f"{name} has shape {list(announced[name])}, the model wants {list(shape)}"
-            for name, shape in expected.items()
-            if name in announced and announced[name] != shape
-        ]
-        if wrong:
-            more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-            raise WeightSyncError(f"the trainer's weights are not those of the model: {'; '.join(wrong[:5])}{more}")
-
-    def _warn_of_cut(self, sampling: SamplingParams) -> None:
-        if sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0:
-            self._engine.say_once(
-                logging.WARNING,
-                "top_p, top_k or min_p cut the distribution: rollout_logprobs are renormalised over what is kept, the "
-                "trainer's logprobs are not, so they differ even for equal weights",
-            )
-
-
-def _with_samples(rows: Batch, samples: list[Sample], sampling: SamplingParams) -> Batch:
-    """The prompts' rows, each `sampling.n` times, with the columns of what was drawn."""
-    count = len(samples)
-    return rows.with_columns(
-        {
-            "repeat": np.tile(np.arange(sampling.n, dtype=np.int32), count // sampling.n),
-            "step": np.full(count, sampling.step, dtype=np.int32),
-            "finish_reason": pa.array([sample.finish_reason for sample in samples], pa.string()),
-            "weight_version": np.fromiter((s.version_first for s in samples), dtype=np.int64, count=count),
-            "weight_version_last": np.fromiter((s.version_last for s in samples), dtype=np.int64, count=count),
-            **token_columns(rows, [(sample.token_ids, sample.logprobs) for sample in samples]),
-        }
-    )

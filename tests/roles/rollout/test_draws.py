@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rolegraph.interfaces import SamplingParams
-from roles.sampler.draws import Draws, choose
+from roles.rollout.draws import Draws, choose
 
 pytestmark = pytest.mark.engine
 
@@ -37,15 +37,11 @@ def test_tokens_come_as_often_as_the_model_says() -> None:
     ],
 )
 def test_what_is_cut_is_never_drawn_and_the_rest_is_renormalised(settings: dict[str, float], kept: list[int]) -> None:
-    probabilities = torch.tensor([0.6, 0.25, 0.1, 0.05])
-    numbers = torch.linspace(0, 0.999, 200, dtype=torch.float64)[:, None]
+    probabilities = torch.tensor([0.6, 0.25, 0.1, 0.05, 0.0])
+    numbers = torch.linspace(0, 0.999, 200, dtype=torch.float64)
     scores = probabilities.log().repeat(200, 1)
-    draws = Draws(SamplingParams(**settings), numbers, 4)
-    forced = draws(torch.zeros((200, 1), dtype=torch.long), scores)
-    responses = draws.responses([])
-    assert sorted({tokens[0] for tokens, _, _ in responses}) == kept
-    assert forced.argmax(-1).tolist() == [tokens[0] for tokens, _, _ in responses]
+    scores[:, 4] = 5.0  # the likeliest by far, and beyond the limit
+    tokens, logprobs = Draws(SamplingParams(**settings), 4)(scores, numbers)
+    assert sorted(set(tokens.tolist())) == kept
     total = 1.0 if settings == {"temperature": 0.0} else float(probabilities[kept].sum())
-    for (token,), (logprob,), reason in responses:
-        assert logprob == pytest.approx(float(np.log(probabilities[token] / total)), abs=1e-5)
-        assert reason == "length"
+    assert torch.allclose(logprobs, (probabilities[tokens] / total).log(), atol=1e-5)

@@ -1,0 +1,33 @@
+"""Whether the weights that a trainer announces are those of the model that an engine runs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from rolegraph.errors import WeightSyncError
+from rolegraph.interfaces import TensorInfo
+
+
+def check_manifest(
+    manifest: Sequence[TensorInfo], weights: Mapping[str, tuple[int, ...]], *, optional: Collection[str] = ()
+) -> None:
+    """Compare with the names and shapes of the engine's `weights`, `optional` ones (of tied heads) aside.
+
+    Raises WeightSyncError naming what is missing, unknown or misshapen.
+    """
+    announced = {info.name: tuple(info.shape) for info in manifest if info.name not in optional}
+    expected = {
+        name: tuple(shape)
+        for name, shape in weights.items()
+        if name not in optional and not name.endswith("rotary_emb.inv_freq")
+    }
+    wrong = [f"missing {name}" for name in expected if name not in announced]
+    wrong += [f"unknown {name}" for name in announced if name not in expected]
+    wrong += [
+        f"{name} has shape {list(announced[name])}, the model wants {list(shape)}"
+        for name, shape in expected.items()
+        if name in announced and announced[name] != shape
+    ]
+    if wrong:
+        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise WeightSyncError(f"the trainer's weights are not those of the model: {'; '.join(wrong[:5])}{more}")
