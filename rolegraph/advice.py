@@ -63,7 +63,7 @@ def _starved(role: str, engine: Engine) -> Iterator[str]:
         return
     yield (
         f"{role}: its share of {size(engine.share_bytes)} leaves no KV cache for one sample of {engine.max_len} tokens "
-        f"beside weights of {size(engine.weights())}: raise {role}.tensor_parallel_size or "
+        f"beside weights of {size(engine.weights())}: raise {role}.{engine.split_by} or "
         f"{role}.gpu_memory_utilization, or lower {role}.max_model_len"
     )
 
@@ -81,7 +81,7 @@ def _knob(run: RunConfig, use: Use, phase: PhaseNeed, holder: Holder, over: int,
         return _trainer_knob(config, use, holder, over, takes)
     if isinstance(holder, Engine):
         if use.part == "weights":
-            return f"{takes}: raise {role}.tensor_parallel_size ({holder.tensor})"
+            return f"{takes}: raise {role}.{holder.split_by} ({holder.tensor})"
         if use.part == "workspace":
             return f"{takes}: lower {role}.max_num_seqs ({holder.max_seqs})"
         key = "kv_cache_bytes" if config.kv_cache_bytes else "gpu_memory_utilization"

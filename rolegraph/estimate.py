@@ -68,14 +68,7 @@ TRAINER_KEYS = (
     "megatron",
 )
 """Attributes of a config by which a role counts as a trainer here; the ones of an engine follow, others are copies."""
-ENGINE_KEYS = (
-    "tensor_parallel_size",
-    "max_model_len",
-    "max_num_seqs",
-    "gpu_memory_utilization",
-    "kv_cache_bytes",
-    "engine_kwargs",
-)
+ENGINE_KEYS = ("max_num_seqs", "gpu_memory_utilization", "kv_cache_bytes")
 
 
 def _has(config: Any, keys: Sequence[str]) -> bool:
@@ -109,17 +102,21 @@ def _trainer(run: RunConfig, config: Any, sizes: Architecture, slot: Slot, width
 
 def _engine(config: Any, sizes: Architecture, slot: Slot, width: int, longest: int, memory: int | None) -> Engine:
     on_gpu = slot.device == "cuda"
-    length = config.max_model_len or longest
+    length = getattr(config, "max_model_len", None) or longest
     step = GPU_STEP_TOKENS if on_gpu else max(length, CPU_STEP_TOKENS, config.max_num_seqs)
+    is_tensor_parallel = hasattr(config, "tensor_parallel_size")
+    split_by = "tensor_parallel_size" if is_tensor_parallel else "pipeline_model_parallel_size"
     engine = Engine(
         model=sizes,
         width=width,
         max_len=length,
         max_seqs=config.max_num_seqs,
-        batch_tokens=int(config.engine_kwargs.get("max_num_batched_tokens") or step),
-        tensor=config.tensor_parallel_size,
+        batch_tokens=int(getattr(config, "engine_kwargs", {}).get("max_num_batched_tokens") or step),
+        tensor=getattr(config, split_by, 1),
         share_bytes=round(memory * config.gpu_memory_utilization) if on_gpu and memory is not None else None,
         cache_bytes=config.kv_cache_bytes,
+        fills=is_tensor_parallel,
+        split_by=split_by,
     )
     if on_gpu or config.kv_cache_bytes or memory is None:
         return engine

@@ -71,7 +71,7 @@ def room(run: RunConfig, role: str) -> Room | None:
 def positions_suffice(run: RunConfig) -> Iterator[str]:
     """The model tells apart as many positions as the longest row has tokens."""
     told: set[str] = set()
-    for role, sizes in _sizes(run):
+    for role, sizes in _sizes(run, (*SPREAD, "max_model_len")):
         most = positions(sizes)
         if most is None:
             continue
@@ -97,7 +97,7 @@ def positions_suffice(run: RunConfig) -> Iterator[str]:
 
 def sizes_divide(run: RunConfig) -> Iterator[str]:
     """Attention heads, layers and experts divide over the ranks that share them."""
-    for role, sizes in _sizes(run):
+    for role, sizes in _sizes(run, SPREAD):
         config = run.roles[role].config
         yield from _heads(role, run.roles[role].config, sizes)
         for key, name, what in (
@@ -138,10 +138,14 @@ def _number(sizes: Mapping[str, Any], name: str) -> int:
     return int(sizes.get(name) or 0)
 
 
-def _sizes(run: RunConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """config.json of every role that computes with a model and whose model can be read here."""
+SPREAD = ("tensor_model_parallel_size", "tensor_parallel_size")
+"""Keys of roles that cut the model up."""
+
+
+def _sizes(run: RunConfig, keys: Sequence[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """config.json of every role that has one of these keys and whose model can be read here."""
     for role, spec in run.roles.items():
-        if hasattr(spec.config, "tensor_model_parallel_size") or hasattr(spec.config, "tensor_parallel_size"):
+        if any(hasattr(spec.config, key) for key in keys):
             try:
                 sizes = read_config(model_of(run, role))
             except UnknownArchitectureError:

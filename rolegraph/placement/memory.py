@@ -167,6 +167,10 @@ class Engine:
     """Memory of the device that the engine fills; null where it is not known."""
     cache_bytes: int | None = None
     """Size of the KV cache where it is given."""
+    fills: bool = True
+    """Whether it takes its whole share, or for a cache no more than all its sequences need."""
+    split_by: str = "tensor_parallel_size"
+    """The key that spreads the model over `tensor` devices."""
 
     def weights(self) -> int:
         """Bytes of the weights on one device."""
@@ -194,7 +198,8 @@ class Engine:
         cache = self.cache_bytes
         if cache is None:
             full = self.max_seqs * self.sequence()
-            cache = full if self.share_bytes is None else max(self.share_bytes - sum(found.values()), 0)
+            left = full if self.share_bytes is None else max(self.share_bytes - sum(found.values()), 0)
+            cache = left if self.fills else min(left, full)
         return {**found, "kv_cache": cache}
 
 

@@ -130,6 +130,7 @@ def test_numbers_of_ranks_devices_and_cores(user: Folder, override: str) -> None
 
 
 ENGINES = (
+    "rollout=huggingface",
     "rollout=vllm",
     "teacher=huggingface",
     "teacher=vllm",
