@@ -14,10 +14,9 @@ from enum import Enum
 from typing import Literal, Protocol
 
 from rolegraph.errors import TurnError
-from rolegraph.interfaces import ORMRole, PRMRole, RolloutRole, SamplerRole, TeacherRole, TrainRole
 from rolegraph.placement import PlacementConfig
-from rolegraph.placement.shares import MOVABLE, moves
 from rolegraph.role import Role
+from rolegraph.tenants import Rest, Tenant, tenant
 
 Parts = tuple[str, ...]
 """What of a role moves by itself: `model` and `optimizer` of a trainer, `weights` and `kv_cache` of an engine."""
@@ -68,35 +67,6 @@ def scoring(role: str) -> dict[str, Phase]:
     ({'score': Phase(needs={'orm': ('model',)}, fills={})}, ('orm_judge',))
     """
     return {"score" if role == "orm" else f"score_{role}": Phase({role: ("model",)})}
-
-
-FAMILIES: tuple[tuple[type[Role], str], ...] = (
-    (TrainRole, "train"),
-    (RolloutRole, "rollout"),
-    (SamplerRole, "sampler"),
-    (TeacherRole, "teacher"),
-    (PRMRole, "prm"),
-    (ORMRole, "orm"),
-)
-"""By what `placement.shares` knows each interface, whatever the name of the role."""
-
-
-class Rest(Enum):
-    """What becomes of a part while others need its memory."""
-
-    STAYS = "stays on the device"
-    HOST = "moves to host memory and back"
-    LOST = "is freed with what it holds, which somebody has to bring back"
-    EMPTY = "is freed, and begins anew (a cache)"
-
-
-@dataclass(frozen=True)
-class Tenant:
-    """A role that takes memory of a shared device."""
-
-    parts: Mapping[str, Rest]
-    is_whole: bool = False
-    """All its parts fall asleep together, as those of an engine do; they wake one by one all the same."""
 
 
 class At(Enum):
@@ -163,8 +133,7 @@ class Turns:
 
     def ask(self, name: str, phase: Phase) -> Ticket:
         """Stand in line."""
-        groups = frozenset(self._group_of[role] for role in phase.roles if role in self._group_of)
-        ticket = Ticket(name, phase, groups)
+        ticket = Ticket(name, phase, self._groups_of(phase))
         self._tickets.append(ticket)
         return ticket
 
@@ -191,9 +160,12 @@ class Turns:
     def leave(self, ticket: Ticket, *, succeeded: bool) -> None:
         """Give the turn (or the place in the line) back."""
         self._tickets.remove(ticket)
-        if not (succeeded and ticket.is_settled):
-            return
-        for role, parts in ticket.phase.fills.items():
+        if succeeded and ticket.is_settled:
+            self.filled(ticket.phase)
+
+    def filled(self, phase: Phase) -> None:
+        """The parts that a phase fills are whole."""
+        for role, parts in phase.fills.items():
             for part in parts:
                 if self._at.get((role, part)) is At.HOLLOW:
                     self._at[role, part] = At.DEVICE
@@ -203,21 +175,48 @@ class Turns:
         before = self._tickets[: self._tickets.index(ticket)]
         return [other.name for other in before if other.groups & ticket.groups]
 
+    def holders(self, phase: Phase) -> list[Ticket]:
+        """Who has a turn now on the devices of a phase."""
+        groups = self._groups_of(phase)
+        return [ticket for ticket in self._tickets if ticket.is_settled and ticket.groups & groups]
+
+    def _groups_of(self, phase: Phase) -> frozenset[int]:
+        return frozenset(self._group_of[role] for role in phase.roles if role in self._group_of)
+
     # ----- what is where -----
+
+    def shares(self, role: str) -> bool:
+        """Whether a role has memory of a device in its turn alone, for something of those that share it moves."""
+        here = (role, *self.beside(role)) if role in self._tenants else ()
+        tenants = [self._tenants[other] for other in here if other in self._tenants]
+        return any(rest is not Rest.STAYS for tenant in tenants for rest in tenant.parts.values())
+
+    def beside(self, role: str) -> list[str]:
+        """The others who share the devices of a role."""
+        group = self._groups[self._group_of[role]] if role in self._group_of else ()
+        return [other for other in group if other != role]
+
+    def started_anew(self, role: str) -> None:
+        """A role was started again as a whole: all its parts are on the device, with what they hold at first."""
+        for part in self._tenants[role].parts if role in self._tenants else ():
+            self._at[role, part] = At.DEVICE
 
     def at(self, role: str, part: str) -> At:
         """Where a part is; parts of roles that share with nobody are on their device."""
         return self._at.get((role, part), At.DEVICE)
 
     def moves(self, ticket: Ticket) -> list[Move]:
-        """What has to move before the phase: first away, then back.
+        """What has to move before the phase of a ticket; see `moves_of`."""
+        return self.moves_of(ticket.name, ticket.phase)
+
+    def moves_of(self, name: str, phase: Phase) -> list[Move]:
+        """What has to move before a phase: first away, then back.
 
         Other roles of the group make room with all they can. The phase's own roles do so, with what it does not use,
         where something has to wake. A phase that uses no memory moves nothing. Raises TurnError where the phase needs
         what is gone.
         """
-        phase = ticket.phase
-        self._refuse_what_is_gone(ticket)
+        self._refuse_what_is_gone(name, phase)
         using = [role for role in phase.roles if role in self._tenants and phase.wakes(role)]
         groups = {self._group_of[role] for role in using}
         back = {role: self._asleep(role, phase.wakes(role)) for role in using}
@@ -263,12 +262,12 @@ class Turns:
         unused = [part for part in leaving if part not in keep]
         return tuple(leaving if unused and tenant.is_whole else unused)
 
-    def _refuse_what_is_gone(self, ticket: Ticket) -> None:
-        for role, parts in ticket.phase.needs.items():
+    def _refuse_what_is_gone(self, name: str, phase: Phase) -> None:
+        for role, parts in phase.needs.items():
             for part in parts:
                 if self.at(role, part) in (At.DROPPED, At.HOLLOW):
                     raise TurnError(
-                        f"phase {ticket.name} needs the {part} of {role}, which were dropped to make room and not "
+                        f"phase {name} needs the {part} of {role}, which were dropped to make room and not "
                         "brought back since: sync before it (await self.sync()), or set placement.sleep_level=1, which "
                         "keeps them in host memory"
                     )
@@ -278,16 +277,6 @@ def turns_of(groups: Iterable[Sequence[str]], kinds: Mapping[str, type[Role]], p
     """The turns of a run: its groups, the interfaces of its roles, and what the config asks them to give away."""
     tenants = {role: tenant(kind, placement) for role, kind in kinds.items()}
     return Turns(groups, {role: found for role, found in tenants.items() if found is not None})
-
-
-def tenant(kind: type[Role], placement: PlacementConfig) -> Tenant | None:
-    """How a role of this interface makes room; null for one that takes no memory of a device."""
-    name = next((name for interface, name in FAMILIES if issubclass(kind, interface)), None)
-    if name is None:
-        return None
-    away = {"kv_cache": Rest.EMPTY, "weights": Rest.LOST if placement.sleep_level == 2 else Rest.HOST}
-    parts = {part: away.get(part, Rest.HOST) if moves(name, part, placement) else Rest.STAYS for part in MOVABLE[name]}
-    return Tenant(parts, is_whole="kv_cache" in parts)
 
 
 class Mover(Protocol):
@@ -353,6 +342,27 @@ class TurnTaker:
             self._held.pop(ticket, None)
             self.turns.leave(ticket, succeeded=succeeded)
             self._admit()
+
+    @asynccontextmanager
+    async def interlude(self, name: str, phase: Phase) -> AsyncIterator[None]:
+        """Another phase in the middle of a turn, whose work rests meanwhile; what moves is moved back.
+
+        Where it fails, what has moved stays where it is: the turn cannot go on.
+        """
+        holders = self.turns.holders(phase)
+        for move in self.turns.moves_of(name, phase):
+            await self._make(move)
+        yield
+        self.turns.filled(phase)
+        for ticket in holders:
+            for move in self.turns.moves(ticket):
+                await self._make(move)
+
+    async def make_room(self, role: str) -> None:
+        """Move away all that the others on the devices of a role can, while nobody has a turn there."""
+        for other in self.turns.beside(role):
+            for move in self.turns.first_rest(other):
+                await self._make(move)
 
     async def _make(self, move: Move) -> None:
         mover = self._movers[move.role]

@@ -12,19 +12,17 @@ import pytest
 from rolegraph.errors import TurnError
 from rolegraph.interfaces import ORMRole, PRMRole, RolloutRole, SamplerRole, TeacherRole, TrainRole
 from rolegraph.placement import PlacementConfig
+from rolegraph.tenants import Rest, Tenant, tenant
 from rolegraph.turns import (
     PHASES,
     At,
     Move,
     Parts,
     Phase,
-    Rest,
-    Tenant,
     Ticket,
     Turns,
     TurnTaker,
     scoring,
-    tenant,
     turns_of,
 )
 
