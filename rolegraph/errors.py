@@ -47,6 +47,10 @@ class TurnError(RoleGraphError):
     """A role was asked to work without what it needs on its device, or out of its turn."""
 
 
+class HealthError(RoleGraphError):
+    """Something that died, or that lives, was treated as if it had not."""
+
+
 class StalenessError(RoleGraphError):
     """Samples would be trained on that are more weight versions old than the config allows."""
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
@@ -17,8 +18,9 @@ from rolegraph.errors import RoleError, RoleGraphError
 from rolegraph.futures import refuse_in_loop, run_sync, watch
 from rolegraph.group import OnCall, RoleGroup
 from rolegraph.host import RoleSpec, tail
-from rolegraph.launch import GraphOptions, Launcher
+from rolegraph.launch import WATCH_EVERY_S, GraphOptions, Launcher
 from rolegraph.placement import Plan
+from rolegraph.recovery import Care, Rescue
 from rolegraph.reservation import Reservation
 from rolegraph.role import Role
 
@@ -31,8 +33,6 @@ OnReady = Callable[[str, Role], Awaitable[None]]
 
 PORT_ATTEMPTS = 3
 """Launches of a role whose rendezvous port another process took first."""
-WATCH_EVERY_S = 1.0
-"""Between two looks at which nodes are there, while roles start."""
 TEARDOWN_S = 3.0
 """Seconds that roles get to tear down; what is not done by then is killed."""
 
@@ -62,11 +62,14 @@ class RoleGraph:
         on_call: OnCall | None = None,
         on_ready: OnReady | None = None,
         reservation: Reservation | None = None,
+        care: Care | None = None,
     ) -> None:
         """`reservation`: one that holds the devices of the roles already, and goes on to when the graph stops.
 
         `on_ready(role, handle)` is awaited for each role once it is set up. With it, roles that share GPUs start one
         after another, so that each can make room for the next: engines look at the free memory when they start.
+
+        `care` says what becomes of actors that die; without it they are left out for good.
         """
         if odd := set(plan.roles) ^ set(roles):
             raise RoleGraphError(f"plan and roles differ in: {', '.join(sorted(odd))}")
@@ -80,6 +83,7 @@ class RoleGraph:
         """Seconds from the start of the graph until each role was ready."""
         self._cluster: Cluster | None = None
         self._lent = reservation
+        self._care = care
         self._launcher = Launcher(plan, self.roles, self.options)
         self._old_sigterm: Any = None
 
@@ -122,9 +126,28 @@ class RoleGraph:
                 for task in (started, watcher, *launches):
                     task.cancel()
             self.groups = dict(zip(self.plan.roles, groups, strict=True))
+            self._take_care()
         except BaseException:
             await self._free(teardown=False)
             raise
+
+    def _take_care(self) -> None:
+        """Have the groups start their dead again, where that is possible."""
+        care = self._care
+        if care is None or not care.max_restarts or not self.options.use_ray:
+            return
+        for role, group in self.groups.items():
+            if group.role_class.can_be_replaced:
+                group.rescue(
+                    Rescue(
+                        max_restarts=care.max_restarts,
+                        start=partial(self._launcher.again, group),
+                        join=partial(care.join, role),
+                        tell=care.tell,
+                        restarted=partial(care.restarted, role),
+                        in_turn=care.in_turn(role),
+                    )
+                )
 
     async def stop(self) -> None:
         """Tear down, kill and free everything; safe to call again."""
@@ -186,6 +209,9 @@ class RoleGraph:
         groups, self.groups = self.groups, {}
         launched, self._launcher.launched = self._launcher.launched, []
         try:
+            for group in groups.values():
+                if group.recovery is not None:
+                    await group.recovery.close()
             if teardown and groups:
                 stops = [asyncio.ensure_future(group.stop()) for group in groups.values()]
                 done, late = await asyncio.wait(stops, timeout=TEARDOWN_S)

@@ -6,18 +6,15 @@ import asyncio
 import logging
 import re
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, Generic, TypeVar, cast
 
 from rolegraph.dispatch import (
     AnyEndpoint,
     Call,
-    Rows,
-    contiguous_parts,
     count_items,
-    cut,
     empty_result,
     gather,
     scatter,
@@ -26,6 +23,8 @@ from rolegraph.errors import BatchError, RoleError, RoleGraphError
 from rolegraph.futures import failed, refuse_in_loop, run_sync, watch
 from rolegraph.host import tail
 from rolegraph.member import Member, Sent, block
+from rolegraph.queueing import feed
+from rolegraph.recovery import Recovery, Rescue
 from rolegraph.role import Mesh, Role, endpoints, make_handle
 
 R = TypeVar("R", bound=Role)
@@ -63,7 +62,8 @@ class RoleGroup(Generic[R]):
     ) -> None:
         self.role = members[0].context.role
         self.role_class = role_class
-        self.members = tuple(members)
+        self.members = list(members)
+        """By rank; with a recovery, new ones take the places of the dead."""
         self.mesh = mesh
         self.is_deterministic = is_deterministic
         self.on_call = on_call
@@ -71,10 +71,12 @@ class RoleGroup(Generic[R]):
         """Whether members work each by itself (they take rows from a queue), so that others go on when one dies."""
         self._starting: list[Sent] = []
         self.handle: R = make_handle(role_class, self)
-        self._in_flight: set[asyncio.Future[Any]] = set()
+        self.in_flight: set[asyncio.Future[Any]] = set()
         """Calls of queues that members work on now."""
-        self._gate: asyncio.Event | None = None
+        self.gate: asyncio.Event | None = None
         """Set when rows that are held back may be sent again; None while none are."""
+        self.recovery: Recovery | None = None
+        """Starts the dead again; null where they are left out for good."""
 
     @property
     def world_size(self) -> int:
@@ -83,14 +85,30 @@ class RoleGroup(Generic[R]):
 
     @property
     def alive(self) -> tuple[int, ...]:
-        """Ranks that no call has found dead."""
-        return tuple(rank for rank, member in enumerate(self.members) if member.alive)
+        """Ranks that work: no call has found them dead, and those that were started again have joined."""
+        recovery = self.recovery
+        found = [rank for rank, member in enumerate(self.members) if member.alive]
+        return tuple(found if recovery is None else filter(recovery.works, found))
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether somebody who is not alive may come back."""
+        return self.recovery is not None and self.recovery.is_awaited
+
+    def rescue(self, rescue: Rescue) -> None:
+        """From now on, start again what dies: replicas one by one, ranks that compute together as a whole."""
+        ranks = range(self.world_size)
+        units = [(rank,) for rank in ranks] if self.are_replicas else [tuple(ranks)]
+        self.recovery = Recovery(self.role, units, self.members, rescue)
+
+    def of(self, members: Sequence[Member]) -> RoleGroup[R]:
+        """A group of the same role that has these members: some of its ranks, or others for all of them."""
+        mesh = self.mesh if len(members) == self.world_size else Mesh()
+        return RoleGroup(self.role_class, members, mesh, is_deterministic=self.is_deterministic, on_call=self.on_call)
 
     def rank(self, rank: int) -> R:
         """A handle on one actor alone: a group of one, whatever an endpoint's dispatch."""
-        alone = RoleGroup(self.role_class, [self.members[rank]], Mesh(), on_call=self.on_call)
-        alone.is_deterministic = self.is_deterministic
-        return alone.handle
+        return self.of([self.members[rank]]).handle
 
     def submit(self, endpoint: AnyEndpoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> asyncio.Future[Any]:
         """Send the call's parts now; the future gives its collected result."""
@@ -111,7 +129,7 @@ class RoleGroup(Generic[R]):
         calls = self._calls(endpoint, args, kwargs)
         if not calls:
             return empty_result(endpoint, args, kwargs)
-        sent = [self._send(endpoint, call) for call in calls]
+        sent = [self.send(endpoint, call) for call in calls]
         results = block(sent)
         if results is None:
             return run_sync(self._collect(endpoint, calls, sent))
@@ -129,7 +147,7 @@ class RoleGroup(Generic[R]):
             await asyncio.wait(asked.values(), timeout=timeout_s)
         for rank, call in asked.items():
             if failed(call):
-                self.members[rank].explain(cast(Any, call.exception()), "health")
+                self.explain(self.members[rank], cast(Any, call.exception()), "health")
         return [rank in asked and asked[rank].done() and not failed(asked[rank]) for rank in range(self.world_size)]
 
     async def start(self) -> float:
@@ -170,13 +188,13 @@ class RoleGroup(Generic[R]):
 
         Of this event loop only, one block at a time.
         """
-        gate = self._gate = asyncio.Event()
+        gate = self.gate = asyncio.Event()
         try:
-            while self._in_flight:
-                await asyncio.wait(self._in_flight)
+            while self.in_flight:
+                await asyncio.wait(self.in_flight)
             yield
         finally:
-            self._gate = None
+            self.gate = None
             gate.set()
 
     def _start(self, endpoint: AnyEndpoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Coroutine[Any, Any, Any]:
@@ -185,24 +203,59 @@ class RoleGroup(Generic[R]):
             count = count_items(endpoint.name, args, kwargs)
             if count is None:
                 raise BatchError(f"{endpoint.name}() takes its rows from a queue and was given no batch or list")
-            return _value(empty_result(endpoint, args, kwargs)) if not count else self._queue(endpoint, args, kwargs)
+            return _value(empty_result(endpoint, args, kwargs)) if not count else feed(self, endpoint, args, kwargs)
+        if self.recovery is not None and not self.reached():
+            return self._start_later(self.recovery, endpoint, args, kwargs)
         calls = self._calls(endpoint, args, kwargs)
         if not calls:
             return _value(empty_result(endpoint, args, kwargs))
-        sent = [self._send(endpoint, call) for call in calls]
+        sent = [self.send(endpoint, call) for call in calls]
         return self._collect(endpoint, calls, sent)
 
-    def _calls(self, endpoint: AnyEndpoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Call]:
-        """The call's parts; what goes to all replicas goes to the living ones, for each works by itself."""
-        calls = scatter(endpoint, args, kwargs, self.mesh)
-        if not self.are_replicas or endpoint.options.dispatch != "all" or endpoint.options.execute != "all":
-            return calls
-        living = [call for call in calls if self.members[call.rank].alive]
-        if not living:
-            raise RoleError("no replica is left", role=self.role, endpoint=endpoint.name)
-        return living
+    async def _start_later(
+        self, recovery: Recovery, endpoint: AnyEndpoint, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The call, once there is somebody to answer it."""
+        await recovery.somebody()
+        if not self.reached():
+            raise self.nobody_left(endpoint)
+        return await self._start(endpoint, args, kwargs)
 
-    def _send(self, endpoint: AnyEndpoint, call: Call) -> Sent:
+    def reached(self) -> list[int]:
+        """Ranks that calls reach: the living ones of replicas, for each works by itself, and else all or none."""
+        recovery, living = self.recovery, [rank for rank, member in enumerate(self.members) if member.alive]
+        if recovery is None:
+            return living if self.are_replicas else list(range(self.world_size))
+        found = [rank for rank in living if recovery.answers(rank)]
+        return found if self.are_replicas or len(found) == self.world_size else []
+
+    def _calls(self, endpoint: AnyEndpoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Call]:
+        """The call's parts; what goes to all replicas, or to the first, goes to the living ones."""
+        calls = scatter(endpoint, args, kwargs, self.mesh)
+        if not self.are_replicas or endpoint.options.dispatch != "all":
+            return calls
+        reached = self.reached()
+        if not reached:
+            raise self.nobody_left(endpoint)
+        if endpoint.options.execute == "first":
+            return [replace(call, rank=reached[0]) for call in calls]
+        return [call for call in calls if call.rank in reached]
+
+    def nobody_left(self, endpoint: AnyEndpoint, message: str = "no replica is left", last: Any = None) -> RoleError:
+        """The error of a call that nobody is left for, with what the last of them died of."""
+        last = last or (self.recovery.last if self.recovery is not None else None)
+        if last is None:
+            return RoleError(message, role=self.role, endpoint=endpoint.name)
+        return RoleError(f"{message}; the last error: {last.message}", **last.parts)
+
+    def explain(self, member: Member, error: BaseException, name: str) -> RoleError:
+        """An error of a call as the driver shows it; a member that it says is dead is started again where it can be."""
+        failure = member.explain(error, name)
+        if not member.alive and self.recovery is not None:
+            self.recovery.died(member, failure)
+        return failure
+
+    def send(self, endpoint: AnyEndpoint, call: Call) -> Sent:
         member = self.members[call.rank]
         if self.on_call is None:
             return member.send(endpoint, call.args, call.kwargs)
@@ -218,7 +271,19 @@ class RoleGroup(Generic[R]):
 
     async def _collect(self, endpoint: AnyEndpoint, calls: Sequence[Call], sent: Sequence[Sent]) -> Any:
         members = [self.members[call.rank] for call in calls]
-        return gather(endpoint, calls, await self.together(sent, endpoint.name, members), self.mesh)
+        try:
+            results = await self.together(sent, endpoint.name, members)
+        except RoleError:
+            # Ranks that compute together are asked again as a whole; so is a first replica, by way of the next one.
+            is_whole = not self.are_replicas or endpoint.options.execute == "first"
+            if self.recovery is None or not is_whole or all(member.alive for member in members):
+                raise
+            await self.recovery.somebody()
+            if not self.reached():
+                raise
+            again = [replace(call, rank=self.reached()[0]) for call in calls] if self.are_replicas else calls
+            return await self._collect(endpoint, again, [self.send(endpoint, call) for call in again])
+        return gather(endpoint, calls, results, self.mesh)
 
     async def together(self, sent: Sequence[Sent], name: str, members: Sequence[Member] = ()) -> list[Any]:
         """Results of calls that belong together; raises as soon as one of them has failed."""
@@ -236,7 +301,7 @@ class RoleGroup(Generic[R]):
         deadline = time.monotonic() + CAUSE_GRACE_S
         while True:
             pairs = zip(futures, members, strict=True)
-            failures = [member.explain(cast(Any, f.exception()), name) for f, member in pairs if failed(f)]
+            failures = [self.explain(member, cast(Any, f.exception()), name) for f, member in pairs if failed(f)]
             first = min(failures, key=lambda failure: (_is_echo(failure), failure.at))
             pending = [future for future in futures if not future.done()]
             left = deadline - time.monotonic()
@@ -252,55 +317,13 @@ class RoleGroup(Generic[R]):
         try:
             return sent.decode(await watch(sent.future))
         except Exception as error:
-            raise member.explain(error, name) from None
+            raise self.explain(member, error, name) from None
 
-    async def _queue(self, endpoint: AnyEndpoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Feed rows to replicas as they have room; the rows of a replica that dies are fed to another."""
-        count = count_items(endpoint.name, args, kwargs) or 0
-        alone = self.role_class.queue_rows_alone if len(self.alive) == 1 else 1
-        rows_a_call = max(1, self.role_class.queue_rows, alone)
-        limit = 1 if self.is_deterministic else max(1, self.role_class.queue_in_flight)
-        # Small batches are shared as well: no replica idles while another has them all.
-        parts = len(self.alive) if self.is_deterministic else max(-(-count // rows_a_call), len(self.alive))
-        waiting: deque[Rows] = deque(part for part in contiguous_parts(count, max(1, parts)) if len(part))
-        running: dict[asyncio.Future[Any], tuple[Call, Sent]] = {}
-        done: list[tuple[Call, Any]] = []
-        load = dict.fromkeys(self.alive, 0)
-        last: RoleError | None = None
-        while waiting or running:
-            while self._gate is None and waiting and (room := [rank for rank in self.alive if load[rank] < limit]):
-                rank = min(room, key=lambda rank: load[rank])
-                rows = waiting.popleft()
-                call = Call(rank, *cut(args, kwargs, rows), rows)
-                sent = self._send(endpoint, call)
-                running[watcher := watch(sent.future)] = (call, sent)
-                self._in_flight.add(watcher)
-                watcher.add_done_callback(self._in_flight.discard)
-                load[rank] += 1
-            if not running and self._gate is not None:
-                await self._gate.wait()
-                continue
-            if not running:
-                lost = sum(len(rows) for rows in waiting)
-                message = f"no replica is left for {lost} of {count} rows"
-                raise (
-                    _nobody_left(last, message) if last else RoleError(message, role=self.role, endpoint=endpoint.name)
-                )
-            finished, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            for future in finished:
-                call, sent = running.pop(future)
-                load[call.rank] -= 1
-                if not failed(future):
-                    done.append((call, sent.decode(future.result())))
-                    continue
-                member = self.members[call.rank]
-                last = member.explain(cast(Any, future.exception()), endpoint.name)
-                if member.alive:
-                    raise last from None
-                _log.warning("%s: %d rows go back to the queue", last, len(cast(Any, call.rows)))
-                waiting.appendleft(cast(Any, call.rows))
-        done.sort(key=lambda pair: int(cast(Any, pair[0].rows)[0]))
-        return gather(endpoint, [call for call, _ in done], [result for _, result in done], self.mesh)
+
+def is_deserted(handle: Role) -> bool:
+    """Whether no call would reach anybody of a role now, and somebody may come back: a call would wait for that."""
+    group = handle.__dict__.get("_calls")
+    return isinstance(group, RoleGroup) and group.is_awaited and not group.reached()
 
 
 def group_of(handle: R) -> RoleGroup[R]:
@@ -322,7 +345,3 @@ def _is_queued(endpoint: AnyEndpoint) -> bool:
 def _is_echo(failure: RoleError) -> bool:
     """Whether the error reads like that of a rank whose peer is gone."""
     return "the actor died" not in failure.message and _ECHO.search(failure.message) is not None
-
-
-def _nobody_left(last: RoleError, message: str) -> RoleError:
-    return RoleError(f"{message}; the last error: {last.message}", **last.parts)

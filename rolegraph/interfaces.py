@@ -61,6 +61,8 @@ def first_rank(results: Sequence[Metrics]) -> Metrics:
 class TrainRole(Role):
     """A policy under training: SPMD ranks that hold shards of one model."""
 
+    can_be_replaced = False
+
     @endpoint(dispatch="dp", collect=first_rank, cost="length")
     def step(
         self,

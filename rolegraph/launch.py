@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from rolegraph.errors import PlanError
+from rolegraph.errors import PlanError, RoleError
 from rolegraph.group import RoleGroup
 from rolegraph.host import RoleSpec, free_port, process_env, torch_env
 from rolegraph.member import LocalMember, Member, Place, RayMember
@@ -19,6 +19,9 @@ from rolegraph.parcel import imported_from, pack
 from rolegraph.placement import Plan, Slot
 from rolegraph.reservation import Reservation
 from rolegraph.role import RoleContext
+
+WATCH_EVERY_S = 1.0
+"""Between two looks at which nodes are there, while roles start."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ class Launcher:
         """All that were ever made, those that have died included."""
         self._tries: Counter[tuple[str, int]] = Counter()
         """How often each rank was started: the names of its actors differ."""
+        self._local: dict[tuple[str, int], tuple[int, int]] = {}
+        """Of each rank, its place on its node among the ranks of its role, and how many of them are there."""
         self._code: Any = None
         self._shipped: list[str] = []
         self._old_env: dict[str, str | None] = {}
@@ -97,6 +102,33 @@ class Launcher:
             )
             raise await group.explain_slow_start(message) from None
 
+    async def again(self, group: RoleGroup[Any], ranks: Sequence[int]) -> list[Member]:
+        """New members for these ranks of a running group, set up; what is left of the old ones is killed first.
+
+        Raises RoleError where they cannot be, or their node has left the cluster.
+        """
+        for rank in ranks:
+            group.members[rank].kill()
+        self._refuse_lost_nodes(group.role, ranks)
+        fresh = group.of(self.members(group.role, ranks))
+        setting_up = asyncio.ensure_future(self.set_up(fresh))
+        try:
+            while not setting_up.done():
+                await asyncio.wait([setting_up], timeout=WATCH_EVERY_S)
+                self._refuse_lost_nodes(group.role, ranks)
+            await setting_up
+        except BaseException:
+            setting_up.cancel()
+            for member in fresh.members:
+                member.kill()
+            raise
+        return list(fresh.members)
+
+    def _refuse_lost_nodes(self, role: str, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            if lost := cast(Reservation, self.reservation).lost_message(self.plan.roles[role][rank].node):
+                raise RoleError(lost, role=role, rank=rank)
+
     def forget(self) -> None:
         """Let go of what was shipped, and give this process its environment back."""
         self._code = None
@@ -108,16 +140,21 @@ class Launcher:
                 os.environ[name] = value
 
     async def _meet(self, group: RoleGroup[Any]) -> None:
-        """Tell every rank where it is, and the address and a free port of rank 0's node."""
+        """Tell every rank where it is, and the address and a free port of the first one's node."""
         members = [member for member in group.members if isinstance(member, RayMember)]
         places: list[Place] = await group.together([member.locate() for member in members], "setup")
         nodes = [place.node_id for place in places]
-        for rank, (member, place) in enumerate(zip(members, places, strict=True)):
+        whole = len(members) == len(self.plan.roles[group.role])
+        for index, (member, place) in enumerate(zip(members, places, strict=True)):
+            key = (group.role, member.context.rank)
+            if whole:
+                self._local[key] = (nodes[:index].count(place.node_id), nodes.count(place.node_id))
+            local_rank, local_world_size = self._local[key]
             member.settle(
                 node=cast(Reservation, self.reservation).node_name(place.node_id, place.address),
                 address=place.address,
-                local_rank=nodes[:rank].count(place.node_id),
-                local_world_size=nodes.count(place.node_id),
+                local_rank=local_rank,
+                local_world_size=local_world_size,
                 master_addr=places[0].address,
                 master_port=places[0].port,
             )

@@ -213,15 +213,23 @@ class RayMember:
 
     def explain(self, error: BaseException, endpoint: str) -> RoleError:
         """The actor's own error; or what Ray knows about its death."""
-        from ray.exceptions import RayActorError, RayTaskError
+        from ray.exceptions import (
+            ActorUnschedulableError,
+            NodeDiedError,
+            OutOfMemoryError,
+            RayActorError,
+            RayTaskError,
+        )
 
+        # The last ones are what Ray says of actors that it killed to save a node's memory, or that a node took along.
+        deaths = (RayActorError, OutOfMemoryError, NodeDiedError, ActorUnschedulableError)
         cause = getattr(error, "cause", None) if isinstance(error, RayTaskError) else error
         if isinstance(cause, RoleError):
             return cause
-        lost, has_died = None, isinstance(cause, RayActorError)
+        lost, has_died = None, isinstance(cause, deaths)
         with contextlib.suppress(Exception):  # a cluster that cannot be asked has another error to tell
             lost = self._lost_nodes(self.context.node if has_died else None)
-        if isinstance(cause, RayActorError):
+        if isinstance(cause, deaths):
             self.alive = False
             message = f"the actor died: {lost or self._exit(cause)}"
         else:

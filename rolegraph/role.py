@@ -271,6 +271,8 @@ class Role:
     """Rows of one such call."""
     queue_rows_alone: ClassVar[int] = 1
     """The same where only one replica lives, if more: there is nobody to share with, and calls cost."""
+    can_be_replaced: ClassVar[bool] = True
+    """Whether a new actor that knows the config alone stands in for one that died; else what it had learnt is lost."""
     environment: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Environment variables of the role's processes, beside those that every role gets; set when they are started.
 
