@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from rolegraph.errors import RoleError, TurnError
-from rolegraph.group import group_of
+from rolegraph.group import group_of, is_deserted
 from rolegraph.interfaces import ORMRole, PRMRole, RolloutRole, SamplerRole, TeacherRole, TrainRole
 from rolegraph.placement import PlacementConfig
 from rolegraph.role import Role
@@ -66,13 +66,16 @@ async def _living(role: Role, call: Callable[[], Awaitable[object]]) -> None:
     memory half way may say that nothing is left to do.
     """
     group = group_of(role)
+    if is_deserted(role):
+        return  # who comes back starts with all its parts on the device, in a turn of the role
     before = group.alive
     try:
         await call()
     except RoleError:
         if not group.are_replicas or group.alive == before:
             raise
-        await call()
+        if not is_deserted(role):
+            await call()
 
 
 def mover(handle: Role, placement: PlacementConfig) -> Mover:

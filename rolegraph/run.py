@@ -16,6 +16,7 @@ from rolegraph.algorithms.base import Algorithm
 from rolegraph.algorithms.hooks import Hook
 from rolegraph.algorithms.scorers import Scorers
 from rolegraph.algorithms.teachers import Teachers, assigned
+from rolegraph.care import RunCare
 from rolegraph.checkpoints.fingerprint import about_run
 from rolegraph.checkpoints.folder import Checkpoint
 from rolegraph.checkpoints.hook import Checkpointer
@@ -104,7 +105,8 @@ async def _run(config: RunConfig, run_dir: Path) -> None:
         config = settle(config, placed)
         turns = _turns(config, placed, algorithm_class)
         telemetry.timeline.place({role: len(slots) for role, slots in placed.roles.items()})
-        graph = _graph(config, placed, run_dir, algorithm_class, telemetry, turns)
+        care = RunCare(config.health.max_restarts, turns, telemetry)
+        graph = _graph(config, placed, run_dir, algorithm_class, telemetry, turns, care)
         stack.push_async_callback(graph.stop)
         dataset = await _side_by_side(graph, _load(config, model_path), telemetry)
         stack.callback(telemetry.finish_samples)
@@ -113,7 +115,7 @@ async def _run(config: RunConfig, run_dir: Path) -> None:
         slow = ", ".join(f"{role} {seconds:.1f} s" for role, seconds in graph.startup.items())
         telemetry.event(f"roles ready after {time.monotonic() - started:.1f} s ({slow})")
         hooks = await _hooks(config, run_dir, dataset, stack)
-        ready = Ready(config, placed, graph, dataset, telemetry, turns, hooks)
+        ready = Ready(config, placed, graph, dataset, telemetry, turns, hooks, care)
         await run_algorithm(ready, start_of(config, run_dir) if algorithm_class.can_save else None)
         gain = telemetry.gain if "train" in config.roles else ""  # rewards rise where something learns
         telemetry.event(f"done in {telemetry.elapsed}" + (f": {gain}" if gain else ""))
@@ -130,6 +132,7 @@ class Ready:
     telemetry: Telemetry
     turns: TurnTaker
     hooks: Hooks
+    care: RunCare
 
 
 async def run_algorithm(ready: Ready, checkpoint: Checkpoint | None) -> None:
@@ -147,6 +150,7 @@ async def run_algorithm(ready: Ready, checkpoint: Checkpoint | None) -> None:
         scorers_of(config, handles),
         ready.hooks.all,
     )
+    ready.care.sync, ready.care.rollout = run.sync, graph.groups.get("rollout")
     algorithm = algorithm_class(config.algorithm.config, run)
     for name in dict.fromkeys((*algorithm_class.roles(), *handles)):
         setattr(algorithm, name, handles.get(name))
@@ -239,6 +243,7 @@ def _graph(
     algorithm: type[Algorithm],
     telemetry: Telemetry,
     turns: TurnTaker,
+    care: RunCare,
 ) -> RoleGraph:
     options = GraphOptions(
         exp_name=_exp_name(config),
@@ -258,7 +263,7 @@ def _graph(
     if config.checkpoint.every is not None or (config.resume and algorithm.can_save):
         check_trainer(specs["train"].role_class)
     on_ready = _make_room(config, placed, turns)
-    return RoleGraph(placed, specs, options, on_call=telemetry.timeline.call, on_ready=on_ready)
+    return RoleGraph(placed, specs, options, on_call=telemetry.timeline.call, on_ready=on_ready, care=care)
 
 
 def plugin_folders(config: RunConfig) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ over the wire between the ends is in `rolegraph.wire`. Neither knows Megatron or
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import time
 from collections.abc import Awaitable, Sequence
@@ -14,7 +15,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 
 from rolegraph.errors import RoleError, WeightSyncError
-from rolegraph.group import group_of
+from rolegraph.group import group_of, is_deserted
 from rolegraph.interfaces import RolloutRole, TensorInfo, TrainRole, TransferGroup
 from rolegraph.wire import WeightReceiver, WeightSender, free_port
 
@@ -22,6 +23,8 @@ __all__ = ["WeightReceiver", "WeightSender", "WeightSync", "free_port"]
 
 _log = logging.getLogger(__name__)
 
+_BUSY_S = 3600.0
+"""How long a new replica waits at least for a trainer that is in the middle of its steps."""
 _GRACE_S = 5.0
 """How long the other roles may still take to report after the first has failed."""
 
@@ -59,6 +62,8 @@ class WeightSync:
         self._backend = backend
         self._drain = drain
         self._manifest: list[TensorInfo] | None = None
+        self._lock = asyncio.Lock()
+        """The trainer sends to one process group at a time."""
         self._connected: list[dict[int, int]] | None = None
         """The replicas of each receiver that are in the process group, and their numbers of workers."""
 
@@ -67,39 +72,64 @@ class WeightSync:
 
         A replica that dies meanwhile costs one more try, without it. Raises WeightSyncError, naming the role, when an
         end fails or takes longer than `timeout_s`. Both sides then leave the process group, and the next call builds a
-        new one.
+        new one. Replicas that are being started again get the weights when they join.
         """
         started = time.monotonic()
-        async with AsyncExitStack() as stack:
+        async with self._lock, AsyncExitStack() as stack:
             for receiver in self._receivers if self._drain else ():
                 await stack.enter_async_context(group_of(receiver).drained())
-            await self._transfer_to_the_living()
-        self.version += 1
+            await self._transfer_to_the_living(self.version + 1)
+            self.version += 1
         return time.monotonic() - started
 
-    async def _transfer_to_the_living(self) -> None:
+    async def renew(self) -> None:
+        """Send the weights of now once more, under the version that all engines have; nothing before the first sync."""
+        async with self._lock:
+            if self.version:
+                await self.close()  # one of the same rank as before is not in the group that is there
+                await self._transfer_to_the_living(self.version)
+
+    async def bring(self, receiver: RolloutRole, rank: int) -> None:
+        """`renew` for one replica of a receiver, which was started again, beside the others, whatever they do.
+
+        A trainer that is in the middle of its steps sends between two of them.
+        """
+        async with self._lock:
+            if not self.version:
+                return
+            await self.close()  # the trainer can be in one
+            alone = copy.copy(self)
+            alone._receivers, alone._lock = [group_of(receiver).rank(rank)], asyncio.Lock()
+            alone._timeout_s = max(self._timeout_s, _BUSY_S)
+            try:
+                await alone.renew()
+            finally:
+                await alone.close()
+
+    async def _transfer_to_the_living(self, version: int) -> None:
         living = await self._living()
         try:
-            await self._transfer(living)
+            await self._transfer(living, version)
         except WeightSyncError as error:
             left = await self._living()
             if left == living:
                 raise
             _log.warning("%s\nonce more, with the replicas that are left", error)
-            await self._transfer(left)
+            await self._transfer(left, version)
 
-    async def _transfer(self, living: list[dict[int, int]]) -> None:
+    async def _transfer(self, living: list[dict[int, int]], version: int) -> None:
         """One try with these replicas; on a fault everybody leaves the group."""
-        version = self.version + 1
+        if not any(living):
+            return  # who comes back brings itself up to date
         try:
             if living != self._connected:
                 # First sync, or a replica has died: the group without it is a new one.
                 if self._connected is not None:
                     await self.close()
-                await self._connect(living)
+                await self._connect(living, version)
             manifest = self._manifest or []
             calls: dict[str, Awaitable[object]] = {"train": self._train.send_weights(self._bucket_bytes)}
-            for name, receiver in self._named():
+            for name, receiver, _ in self._named(living):
                 calls[name] = receiver.receive_weights(manifest, self._bucket_bytes, version)
             await _together(f"weight sync {version}", calls, self._timeout_s)
         except Exception:
@@ -113,7 +143,8 @@ class WeightSync:
         """Make both sides leave the process group; roles that are gone are passed over."""
         self._connected = None
         self._manifest = None
-        leaving = [self._train.disconnect_weights(), *(r.disconnect_weights() for r in self._receivers)]
+        there = [receiver for receiver in self._receivers if not is_deserted(receiver)]
+        leaving = [self._train.disconnect_weights(), *(receiver.disconnect_weights() for receiver in there)]
         tasks = [asyncio.ensure_future(_as_coroutine(call)) for call in leaving]
         await asyncio.wait(tasks, timeout=self._timeout_s + _GRACE_S)
         for task in tasks:
@@ -124,37 +155,39 @@ class WeightSync:
         """Of each receiver, the replicas that answer: rank to number of workers."""
 
         async def ask(receiver: RolloutRole) -> dict[int, int]:
+            if is_deserted(receiver):
+                return {}
             try:
                 return dict(await receiver.transfer_workers())
             except RoleError as error:
                 # Now known as dead, it is left out of the next call; with none left, that one says so.
                 _log.warning("%s", error)
-                return dict(await receiver.transfer_workers())
+                return {} if is_deserted(receiver) else dict(await receiver.transfer_workers())
 
         return list(await asyncio.gather(*(ask(receiver) for receiver in self._receivers)))
 
-    async def _connect(self, living: list[dict[int, int]]) -> None:
+    async def _connect(self, living: list[dict[int, int]], version: int) -> None:
         self._manifest = await self._train.weight_manifest()
         host, port = await self._train.rendezvous()
-        offsets: list[dict[int, int]] = []
-        rank = 1
+        rank, offsets = 1, []
         for workers in living:
-            firsts = {}
+            firsts: dict[int, int] = {}
             for replica, count in workers.items():
                 firsts[replica] = rank
                 rank += count
             offsets.append(firsts)
         group = TransferGroup(self._backend, host, port, rank, {}, self._timeout_s)
         calls: dict[str, Awaitable[object]] = {"train": self._train.connect_weights(group)}
-        for (name, receiver), firsts in zip(self._named(), offsets, strict=True):
-            calls[name] = receiver.connect_weights(replace(group, offsets=firsts))
-        await _together(f"connecting for weight sync {self.version + 1}", calls, self._timeout_s)
+        for name, receiver, index in self._named(living):
+            calls[name] = receiver.connect_weights(replace(group, offsets=offsets[index]))
+        await _together(f"connecting for weight sync {version}", calls, self._timeout_s)
         self._connected = living
 
-    def _named(self) -> list[tuple[str, RolloutRole]]:
-        if len(self._receivers) == 1:
-            return [("rollout", self._receivers[0])]
-        return [(f"receiver {i}", receiver) for i, receiver in enumerate(self._receivers)]
+    def _named(self, living: list[dict[int, int]]) -> list[tuple[str, RolloutRole, int]]:
+        """The receivers that have living replicas: what messages call them, and their places."""
+        alone = len(self._receivers) == 1
+        names = ["rollout" if alone else f"receiver {i}" for i in range(len(self._receivers))]
+        return [(names[i], self._receivers[i], i) for i, workers in enumerate(living) if workers]
 
 
 async def _as_coroutine(call: Awaitable[object]) -> object:

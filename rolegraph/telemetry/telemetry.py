@@ -52,6 +52,8 @@ class Telemetry:
         self._first_stage: tuple[float, Mapping[str, float]] | None = None
         """When the first stage began, and how busy each role had been until then."""
         self._busy: dict[str, float] = {}
+        self._counts: dict[str, float] = {}
+        """What the line of the next step counts, beside its metrics."""
         self._seconds: dict[str, float] = {}
         self._phases: list[tuple[str, tuple[str, ...]]] = []
         self._covered, self._covered_since = 0.0, 0.0
@@ -129,7 +131,8 @@ class Telemetry:
         if total > 0:
             for role, until in self._busy.items():
                 spent[f"idle/{role}"] = max(1 - (until - busy.get(role, 0.0)) / total, 0.0)
-        record: dict[str, Any] = {**metrics, **spent, "time": now - self._started}
+        counts, self._counts = self._counts, {}
+        record: dict[str, Any] = {**metrics, **counts, **spent, "time": now - self._started}
         if "tokens" in metrics and total > 0:
             record["speed/tokens_per_second"] = metrics["tokens"] / total
         if "reward/mean" in metrics:
@@ -138,6 +141,10 @@ class Telemetry:
         numbers = {key: value for key, value in record.items() if isinstance(plain(value), int | float)}
         self._track(lambda tracker: tracker.log(self._offset + step, numbers))
         self.progress.step(step, numbers)
+
+    def count(self, name: str) -> None:
+        """Something has happened that the line of the next step is to count."""
+        self._counts[name] = self._counts.get(name, 0.0) + 1.0
 
     def _begin_step(self, now: float) -> None:
         self._last_step, self._covered, self._covered_since = now, 0.0, now
