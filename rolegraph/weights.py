@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from rolegraph.errors import RoleError, WeightSyncError
 from rolegraph.group import group_of, is_deserted
-from rolegraph.interfaces import RolloutRole, TensorInfo, TrainRole, TransferGroup
+from rolegraph.interfaces import AdapterInfo, RolloutRole, TensorInfo, TrainRole, TransferGroup
 from rolegraph.wire import WeightReceiver, WeightSender, free_port
 
 __all__ = ["WeightReceiver", "WeightSender", "WeightSync", "free_port"]
@@ -39,6 +39,7 @@ class WeightSync:
         bucket_bytes: how much travels in one broadcast; both ends hold about two buckets beside the weights.
         timeout_s: the longest that connecting, one collective, or a whole sync may take.
         backend: gloo (host memory, any device), nccl (devices of their own), ipc (one device shared by both roles).
+        adapter: send the adapter under training alone, to engines that hold the weights beside it.
         drain: finish the samples that engines have begun before new weights come, and hold others back meanwhile; else
             those go on with the new weights.
     """
@@ -52,6 +53,7 @@ class WeightSync:
         timeout_s: float = 300.0,
         backend: str = "gloo",
         drain: bool = False,
+        adapter: bool = False,
     ) -> None:
         self.version = 0
         """Of the weights that all engines hold; 0 are those they were started with."""
@@ -61,6 +63,8 @@ class WeightSync:
         self._timeout_s = timeout_s
         self._backend = backend
         self._drain = drain
+        self._adapter = adapter
+        self._adapter_info: AdapterInfo | None = None
         self._manifest: list[TensorInfo] | None = None
         self._lock = asyncio.Lock()
         """The trainer sends to one process group at a time."""
@@ -128,9 +132,12 @@ class WeightSync:
                     await self.close()
                 await self._connect(living, version)
             manifest = self._manifest or []
-            calls: dict[str, Awaitable[object]] = {"train": self._train.send_weights(self._bucket_bytes)}
+            # Roles without adapters need not know the word.
+            alone, info = {"adapter": True} if self._adapter else {}, self._adapter_info
+            calls: dict[str, Awaitable[object]] = {"train": self._train.send_weights(self._bucket_bytes, **alone)}
             for name, receiver, _ in self._named(living):
-                calls[name] = receiver.receive_weights(manifest, self._bucket_bytes, version)
+                beside = {"adapter": info} if info else {}
+                calls[name] = receiver.receive_weights(manifest, self._bucket_bytes, version, **beside)
             await _together(f"weight sync {version}", calls, self._timeout_s)
         except Exception:
             await self.close()
@@ -167,7 +174,11 @@ class WeightSync:
         return list(await asyncio.gather(*(ask(receiver) for receiver in self._receivers)))
 
     async def _connect(self, living: list[dict[int, int]], version: int) -> None:
-        self._manifest = await self._train.weight_manifest()
+        if self._adapter:
+            self._manifest = await self._train.weight_manifest(adapter=True)
+            self._adapter_info = await self._train.adapter_info()
+        else:
+            self._manifest = await self._train.weight_manifest()
         host, port = await self._train.rendezvous()
         rank, offsets = 1, []
         for workers in living:

@@ -88,7 +88,11 @@ def weight_sync(config: RunConfig, placed: Plan, graph: RoleGraph) -> WeightSync
         return None
     drain = getattr(config.algorithm.config, "on_sync", None) == "drain"
     return WeightSync(
-        graph.groups["train"].handle, [graph.groups["rollout"].handle], backend=backend_of(placed), drain=drain
+        graph.groups["train"].handle,
+        [graph.groups["rollout"].handle],
+        backend=backend_of(placed),
+        drain=drain,
+        adapter=bool(getattr(config.roles["rollout"].config, "enable_lora", False)),
     )
 
 

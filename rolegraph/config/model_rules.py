@@ -111,6 +111,18 @@ def sizes_divide(run: RunConfig) -> Iterator[str]:
                 yield _indivisible(f"{role}.{key}={size}", count, f"{what} ({name})", _divisors(count))
 
 
+def experts_are_whole(run: RunConfig) -> Iterator[str]:
+    """Adapters are beside dense matrices: the mesh that spreads experts has none for those."""
+    for role, sizes in _sizes(run, ("expert_model_parallel_size",)):
+        config = run.roles[role].config
+        experts = _number(sizes, "num_experts") or _number(sizes, "num_local_experts")
+        if experts and getattr(config, "adapter", None):
+            yield (
+                f"{role}.tuner_type=lora: the model has {experts} experts, which have no adapters here: set "
+                f"{role}.tuner_type=full, or choose a dense model"
+            )
+
+
 def _heads(role: str, config: Any, sizes: Mapping[str, Any]) -> Iterator[str]:
     heads = _number(sizes, "num_attention_heads")
     kv_heads = _number(sizes, "num_key_value_heads") or heads

@@ -14,7 +14,7 @@ from typing import Any
 from rolegraph.algorithms.distillation import TEACHER_KEY
 from rolegraph.config.check import Problem
 from rolegraph.config.checkpoint_rules import checkpoints_can_be_made, checkpoints_that_stay, resuming_is_possible
-from rolegraph.config.model_rules import positions_suffice, room, sizes_divide
+from rolegraph.config.model_rules import experts_are_whole, positions_suffice, room, sizes_divide
 from rolegraph.config.provenance import join
 from rolegraph.config.reward_rules import text_is_enough
 from rolegraph.config.schema import RunConfig
@@ -306,6 +306,7 @@ RULES: list[Callable[[RunConfig], Iterator[str]]] = [
     context_fits,
     positions_suffice,
     sizes_divide,
+    experts_are_whole,
     context_parallelism_works,
     rewards_have_a_role,
     text_is_enough,
@@ -343,9 +344,11 @@ def derive(run: RunConfig) -> RunConfig:
 def settle(run: RunConfig, plan: Plan) -> RunConfig:
     """Fill in what follows from the plan, on GPUs: an engine's share of the memory is its share of the device.
 
-    And whether it has to be able to give it back.
+    And whether it has to be able to give it back. And what a role's config, by `settled(run)`, takes from other roles.
     """
     for role, spec in run.started.items():
+        if hasattr(spec.config, "settled"):
+            run = run.with_role(role, **spec.config.settled(run))
         slot = plan.roles[role][0]
         follows = {
             "gpu_memory_utilization": round(USABLE * slot.share, 4),

@@ -161,8 +161,77 @@ class VLLMRolloutConfig(VLLMDrawingConfig):
     node: ClassVar[str] = "rollout"
     reloads_weights: ClassVar[bool] = True
     owned: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {**VLLMDrawingConfig.owned, "weight_transfer_config": "the role's weight sync sets it"}
+        {
+            **VLLMDrawingConfig.owned,
+            "weight_transfer_config": "the role's weight sync sets it",
+            "enable_lora": "set `enable_lora` of the role",
+            "max_lora_rank": "set `max_lora_rank` of the role",
+            "max_loras": "there is one adapter, the one that is trained",
+        }
     )
 
     model: str | None = None
     """Hugging Face folder or name; null: the policy's."""
+    enable_lora: bool = False
+    """Weight syncs bring the adapter that is trained, beside weights that stay; false: merged into all of them."""
+    max_lora_rank: int | None = None
+    """Largest rank of an adapter that the engine has room for, one of vLLM's sizes; null: by train.lora_rank."""
+
+    def engine_values(self) -> dict[str, Any]:
+        """With room for the adapter, where one comes alone."""
+        values = super().engine_values()
+        if self.enable_lora:
+            values |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": self.max_lora_rank or LORA_RANKS[-1]}
+        return values
+
+    def settled(self, run: RunConfig) -> dict[str, Any]:
+        """Room for the adapter that is trained, where none is asked for."""
+        rank = trained_rank(run) if self.enable_lora and self.max_lora_rank is None else None
+        return {} if rank is None else {"max_lora_rank": engine_rank(rank)}
+
+    def problems(self) -> list[str]:
+        """What is wrong with these settings, one sentence each, with the key and what to type."""
+        found = super().problems()
+        if self.max_lora_rank is not None and not self.enable_lora:
+            found.append("rollout.max_lora_rank has no effect: set rollout.enable_lora=true, or remove it")
+        elif self.max_lora_rank is not None and self.max_lora_rank not in LORA_RANKS:
+            sizes = ", ".join(map(str, LORA_RANKS))
+            found.append(f"rollout.max_lora_rank={self.max_lora_rank} is none of vLLM's sizes: {sizes}")
+        return found
+
+    def check(self, run: RunConfig) -> Iterator[str]:
+        """What does not go together with the rest of the run."""
+        yield from super().check(run)
+        if not self.enable_lora:
+            return
+        rank = trained_rank(run)
+        if rank is None:
+            yield (
+                "rollout.enable_lora=true waits for adapters, and none are trained: set train.tuner_type=lora, or "
+                "remove it"
+            )
+        elif rank > (limit := self.max_lora_rank or LORA_RANKS[-1]):
+            advice = f", or raise rollout.max_lora_rank to {engine_rank(rank)}" if rank <= LORA_RANKS[-1] else ""
+            yield f"train.lora_rank={rank} is more than the {limit} that the engine has room for: lower it{advice}"
+        if run.placement.sleep_level == 2:
+            yield (
+                "placement.sleep_level=2 drops weights of the engine that no sync brings back with "
+                "rollout.enable_lora=true, where adapters come alone: set placement.sleep_level=1, or "
+                "rollout.enable_lora=false"
+            )
+
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Those vLLM keeps room for."""
+
+
+def engine_rank(rank: int) -> int:
+    """The least of vLLM's ranks that holds one of this size."""
+    return next(size for size in LORA_RANKS if size >= rank)
+
+
+def trained_rank(run: RunConfig) -> int | None:
+    """The rank of the adapters that `train` has under training; null where it has none."""
+    train = run.roles.get("train")
+    adapter = getattr(train.config, "adapter", None) if train else None
+    return None if adapter is None else int(adapter.rank)

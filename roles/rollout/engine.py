@@ -21,6 +21,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from vllm import LLMEngine, SamplingParams
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.outputs import LogprobsTensors
 
@@ -114,6 +115,8 @@ class EngineThread:
         """Return once the engine is ready; raises what `build` raises."""
         self.version = 0
         """Of the weights in the engine; written by the engine's thread alone."""
+        self.adapter: LoRARequest | None = None
+        """What all samples from here on are drawn with, beside the weights."""
         self._commands: queue.SimpleQueue[tuple[Callable[[LLMEngine], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._running: dict[str, _Running] = {}
         self._count = 0
@@ -234,6 +237,7 @@ class EngineThread:
                         key,
                         {"type": "token", "prompt_token_ids": request.prompt},
                         request.params,
+                        lora_request=self.adapter,
                         supported_tasks=engine.get_supported_tasks(),
                     ),
                 )

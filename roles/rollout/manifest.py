@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from rolegraph.errors import WeightSyncError
-from rolegraph.interfaces import TensorInfo
+from rolegraph.interfaces import AdapterInfo, TensorInfo
 
 
 def check_manifest(
@@ -28,6 +28,28 @@ def check_manifest(
         for name, shape in expected.items()
         if name in announced and announced[name] != shape
     ]
+    _complain(wrong)
+
+
+def check_adapter(manifest: Sequence[TensorInfo], weights: Mapping[str, tuple[int, ...]], adapter: AdapterInfo) -> None:
+    """Compare matrices of an adapter, by PEFT's names, with the `weights` they belong to.
+
+    Raises WeightSyncError naming what is unknown or misshapen.
+    """
+    wrong = []
+    for info in manifest:
+        module, _, side = info.name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".lora_")
+        weight, shape = weights.get(f"{module}.weight"), tuple(info.shape)
+        if weight is None or side not in ("A", "B"):
+            wrong.append(f"unknown {info.name}")
+            continue
+        wanted = (adapter.rank, weight[1]) if side == "A" else (weight[0], adapter.rank)
+        if shape != wanted:
+            wrong.append(f"{info.name} has shape {list(shape)}, the model wants {list(wanted)}")
+    _complain(wrong)
+
+
+def _complain(wrong: Sequence[str]) -> None:
     if wrong:
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise WeightSyncError(f"the trainer's weights are not those of the model: {'; '.join(wrong[:5])}{more}")

@@ -19,9 +19,12 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from rolegraph.errors import WeightSyncError
-from rolegraph.interfaces import TensorInfo, TransferGroup
+from rolegraph.interfaces import AdapterInfo, TensorInfo, TransferGroup
 from rolegraph.weights import WeightReceiver
-from roles.rollout import kernels  # noqa: F401 - registers its operators in every worker
+from roles.rollout import (
+    adapters,
+    kernels,  # noqa: F401 - registers its operators in every worker
+)
 
 BACKEND = "rolegraph"
 
@@ -91,6 +94,12 @@ class StreamEngine(WeightTransferEngine[StreamInit, StreamUpdate]):  # type: ign
         except Exception as error:
             raise WeightSyncError(f"the engine could not load {current}: {type(error).__name__}: {error}") from error
 
+    def receive_tensors(self, manifest: list[TensorInfo]) -> dict[str, torch.Tensor]:
+        """Everything the trainer sends, in host memory."""
+        if self.receiver is None:
+            raise WeightSyncError("this engine is not connected to a trainer")
+        return {name: tensor.detach().cpu().clone() for name, tensor in self.receiver.receive(manifest)}
+
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
@@ -139,6 +148,7 @@ class WorkerExtension:
     start_weight_update: Callable[[], None]
     update_weights: Callable[[dict[str, Any]], None]
     finish_weight_update: Callable[[], None]
+    model_runner: Any
 
     def stream_connect(self, group: TransferGroup, first_rank: int) -> str | None:
         """Join `group`."""
@@ -160,6 +170,28 @@ class WorkerExtension:
         again = _fault(engine.abandon)
         self._weight_update_active = False
         return fault, engine.loaded == 0 and again is None
+
+    def adapter_start(self) -> str | None:
+        """Make the place that `adapter_receive` fills."""
+        return _fault(lambda: adapters.place_empty(self.model_runner))
+
+    def adapter_receive(self, manifest: list[TensorInfo], info: AdapterInfo) -> tuple[str | None, bool]:
+        """Load the adapter the trainer sends; also says whether the model is whole (with the new one, or the old)."""
+        engine = self.weight_transfer_engine
+        assert isinstance(engine, StreamEngine)
+        torn = False
+
+        def receive() -> None:
+            nonlocal torn
+            tensors = engine.receive_tensors(manifest)
+            torn = True
+            adapters.replace(self.model_runner, tensors, info)
+            torn = False
+
+        fault = _fault(receive)
+        if fault is not None:
+            engine.shutdown()
+        return fault, not torn
 
     def stream_disconnect(self) -> str | None:
         """Leave the group."""

@@ -13,9 +13,10 @@ from rolegraph.errors import TurnError, WeightSyncError
 from rolegraph.interfaces import AdapterInfo, RolloutRole, SamplingParams, TensorInfo, TransferGroup
 from rolegraph.role import RoleContext, endpoint
 from roles.rollout import arguments
+from roles.rollout.adapters import request
 from roles.rollout.config import VLLMRolloutConfig
 from roles.rollout.drawing import DrawingEngine, generate
-from roles.rollout.manifest import check_manifest
+from roles.rollout.manifest import check_adapter, check_manifest
 
 if TYPE_CHECKING:
     from vllm import LLMEngine
@@ -42,6 +43,9 @@ class VLLMRollout(RolloutRole):
     def setup(self) -> None:
         """Start the engine."""
         self._engine.start()
+        if self.config.enable_lora:
+            self._raise(self._engine.thread.call(lambda engine: engine.collective_rpc("adapter_start")))
+            self._engine.thread.adapter = request()
         self._weights = arguments.weight_shapes(self.config.folder)
 
     def teardown(self) -> None:
@@ -89,19 +93,19 @@ class VLLMRollout(RolloutRole):
         succeeds.
         """
         started = time.monotonic()
-        if adapter is not None:
-            raise WeightSyncError(f"{self.context.role} was started without room for an adapter")
         try:
             self._engine.slumber.refuse_weights()
-            if self._weights is not None:
-                tied = arguments.model_config(self.config.folder).get("tie_word_embeddings")
-                check_manifest(manifest, self._weights, optional={"lm_head.weight"} if tied else set())
+            self._check(manifest, adapter)
         except (TurnError, WeightSyncError):
             VLLMRollout.disconnect_weights(self)  # the trainer is already sending
             raise
 
         def receive(engine: LLMEngine) -> None:
-            answers: list[tuple[str | None, bool]] = engine.collective_rpc("stream_receive", args=(manifest,))
+            answers: list[tuple[str | None, bool]] = (
+                engine.collective_rpc("stream_receive", args=(manifest,))
+                if adapter is None
+                else engine.collective_rpc("adapter_receive", args=(manifest, adapter))
+            )
             faults = [fault for fault, _ in answers]
             if any(faults):
                 whole = all(whole for _, whole in answers) and all(faults)
@@ -137,3 +141,16 @@ class VLLMRollout(RolloutRole):
         for worker, fault in enumerate(faults):
             if fault:
                 raise WeightSyncError(f"{self.context.role} replica {self.context.rank}, worker {worker}: {fault}")
+
+    def _check(self, manifest: list[TensorInfo], adapter: AdapterInfo | None) -> None:
+        """Compare what the trainer announces with what the engine was started for."""
+        if (adapter is not None) != self.config.enable_lora:
+            what, key = ("all weights", "true") if adapter is None else ("an adapter", "false")
+            raise WeightSyncError(f"the trainer sends {what}, and the engine has rollout.enable_lora={key}")
+        if self._weights is None:
+            return
+        if adapter is not None:
+            check_adapter(manifest, self._weights, adapter)
+            return
+        tied = arguments.model_config(self.config.folder).get("tie_word_embeddings")
+        check_manifest(manifest, self._weights, optional={"lm_head.weight"} if tied else set())

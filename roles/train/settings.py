@@ -68,8 +68,8 @@ def check_model(config: MegatronModelConfig, hf_config: Any, experts: bool) -> N
         )
     if experts and getattr(config, "adapter", None) is not None:
         found.append(
-            f"{node}.tuner_type=lora: Megatron's experts have no adapters, and {hf_config.model_type} is a mixture of "
-            "experts; train all weights (tuner_type=full), or choose a dense model"
+            f"{node}.tuner_type=lora: {hf_config.model_type} has experts, which have no adapters here: set "
+            f"{node}.tuner_type=full, or choose a dense model"
         )
     expert_parallel = config.expert_model_parallel_size
     if expert_parallel > 1 and not experts:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from rolegraph.errors import RoleError, WeightSyncError
-from rolegraph.interfaces import TensorInfo, TransferGroup
+from rolegraph.interfaces import AdapterInfo, TensorInfo, TransferGroup
 from rolegraph.weights import WeightReceiver, WeightSender, WeightSync, free_port
 from rolegraph.wire import pack, unpack
 
@@ -205,8 +205,14 @@ class FakeTrain:
         self.sender: WeightSender | None = None
         self.fault: Exception | None = None
 
-    async def weight_manifest(self) -> list[TensorInfo]:
-        return manifest_of(self.tensors)
+    async def weight_manifest(self, *, adapter: bool = False) -> list[TensorInfo]:
+        return manifest_of(self.sent(adapter))
+
+    def sent(self, adapter: bool) -> dict[str, torch.Tensor]:
+        return {name: tensor for name, tensor in self.tensors.items() if not adapter or name == "embed"}
+
+    async def adapter_info(self) -> AdapterInfo:
+        return AdapterInfo(2, 4.0, ("embed",))
 
     async def rendezvous(self) -> tuple[str, int]:
         return "127.0.0.1", free_port()
@@ -214,11 +220,11 @@ class FakeTrain:
     async def connect_weights(self, group: TransferGroup) -> None:
         self.sender = await asyncio.to_thread(WeightSender, group)
 
-    async def send_weights(self, bucket_bytes: int) -> float:
+    async def send_weights(self, bucket_bytes: int, *, adapter: bool = False) -> float:
         assert self.sender is not None
         if self.fault is not None:
             raise self.fault
-        await asyncio.to_thread(self.sender.send, self.tensors.items(), bucket_bytes)
+        await asyncio.to_thread(self.sender.send, self.sent(adapter).items(), bucket_bytes)
         return 0.0
 
     async def disconnect_weights(self) -> None:
@@ -254,7 +260,10 @@ class FakeRollout:
         ranks = [group.offsets[replica] + i for replica, size in self.sizes.items() for i in range(size)]
         self.receivers = await asyncio.gather(*(asyncio.to_thread(WeightReceiver, group, rank) for rank in ranks))
 
-    async def receive_weights(self, manifest: list[TensorInfo], bucket_bytes: int, version: int) -> list[float]:
+    async def receive_weights(
+        self, manifest: list[TensorInfo], bucket_bytes: int, version: int, *, adapter: AdapterInfo | None = None
+    ) -> list[float]:
+        self.adapter = adapter
         self.die("receiving")
         if self.fault is not None:
             await self.disconnect_weights()
@@ -279,6 +288,15 @@ async def test_a_sync_reaches_every_worker_of_every_group_and_counts_versions() 
     assert len(rollout.got) == len(teacher.got) == 2
     for got in [*rollout.got, *teacher.got]:
         assert all(torch.equal(got[name], tensor) for name, tensor in train.tensors.items())
+    await sync.close()
+
+
+async def test_an_adapter_travels_alone_where_engines_hold_the_weights() -> None:
+    train, rollout = FakeTrain(), FakeRollout(1, 1)
+    sync = WeightSync(train, [rollout], timeout_s=15, adapter=True)  # type: ignore[arg-type, list-item]
+    await sync.sync()
+    assert rollout.adapter == await train.adapter_info()
+    assert list(rollout.got[0]) == ["embed"]
     await sync.close()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rolegraph.interfaces import TensorInfo, TransferGroup
+from rolegraph.interfaces import AdapterInfo, TensorInfo, TransferGroup
 from rolegraph.role import RoleContext
 from rolegraph.weights import WeightSender, free_port
 from roles.rollout.config import VLLMRolloutConfig
@@ -64,6 +64,7 @@ def push(
     *,
     bucket_bytes: int = 20_000,
     timeout_s: float = 30.0,
+    adapter: AdapterInfo | None = None,
 ) -> None:
     """One whole sync: connect, send, receive, disconnect. Raises the receiver's fault before the sender's."""
     group = TransferGroup("gloo", "127.0.0.1", free_port(), 1 + role.transfer_workers()[1], {0: 1}, timeout_s)
@@ -71,7 +72,7 @@ def push(
         joined = pool.submit(role.connect_weights, group)
         sender = WeightSender(group)
         joined.result()
-        received = pool.submit(role.receive_weights, manifest, bucket_bytes, version)
+        received = pool.submit(role.receive_weights, manifest, bucket_bytes, version, adapter=adapter)
         sent = pool.submit(sender.send, tensors, bucket_bytes)
         try:
             received.result()

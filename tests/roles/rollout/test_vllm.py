@@ -17,7 +17,7 @@ import torch
 from rolegraph.batch import Batch
 from rolegraph.errors import BatchError, ConfigError, TurnError, WeightSyncError
 from rolegraph.interfaces import SamplingParams
-from roles.rollout.vllm import sample_seed
+from roles.rollout.drawing import sample_seed
 from tests.models import add_tokenizer, make_checkpoint
 from tests.roles.rollout.replica import checkpoint_tensors, logprob_error, manifest_of, push, replica
 
