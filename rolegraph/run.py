@@ -87,6 +87,8 @@ def main(config: RunConfig) -> None:
 
 async def _run(config: RunConfig, run_dir: Path) -> None:
     algorithm_class = _algorithm_class(config.algorithm)
+    # While the folder holds what an earlier run left, and nothing of this one.
+    checkpoint = start_of(config, run_dir) if algorithm_class.can_save else None
     started = time.monotonic()
     telemetry = Telemetry(
         run_dir,
@@ -116,7 +118,7 @@ async def _run(config: RunConfig, run_dir: Path) -> None:
         telemetry.event(f"roles ready after {time.monotonic() - started:.1f} s ({slow})")
         hooks = await _hooks(config, run_dir, dataset, stack)
         ready = Ready(config, placed, graph, dataset, telemetry, turns, hooks, care)
-        await run_algorithm(ready, start_of(config, run_dir) if algorithm_class.can_save else None)
+        await run_algorithm(ready, checkpoint)
         gain = telemetry.gain if "train" in config.roles else ""  # rewards rise where something learns
         telemetry.event(f"done in {telemetry.elapsed}" + (f": {gain}" if gain else ""))
 
