@@ -22,6 +22,7 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from rolegraph.config.provenance import Origins, Override, Source, location
 from rolegraph.errors import ConfigError
@@ -192,6 +193,33 @@ def _loader(config_dir: str | None) -> _Loader:
         JobRuntime.instance().set("name", "rolegraph")
     Plugins.instance()
     return _Loader(search_path(config_dir))
+
+
+def read_saved(path: Path, overrides: Sequence[str] = (), config_dir: str | None = None) -> Composed:
+    """The tree that a run kept as YAML, with some values changed.
+
+    Raises ConfigError where there is none, and for an override that is no KEY=VALUE: the choices are made.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        config = OmegaConf.create(text)
+    except (OSError, YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path} cannot be read as the config of a run: {error}") from error
+    if not isinstance(config, DictConfig):
+        raise ConfigError(f"{path} cannot be read as the config of a run: it has no keys")
+    rewritten = rewrite(overrides, config_dir)
+    for override, typed in zip(rewritten, overrides, strict=True):
+        if not override.startswith("++"):
+            raise ConfigError(f"{typed}: the config of a run has its choices made, and takes KEY=VALUE alone")
+        try:
+            parsed = OverridesParser.create().parse_override(override)
+            OmegaConf.update(config, parsed.key_or_group, parsed.value(), merge=True, force_add=True)
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ConfigError(f"{typed}: {_one_line(error)}") from error
+    tree = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(tree, dict)
+    origins = Origins(_overrides(rewritten, overrides), [Source("", location(path), text)])
+    return Composed({str(key): value for key, value in tree.items()}, origins, {})
 
 
 def set_version() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rolegraph.config import rules
 from rolegraph.config.check import TARGET, UNRESOLVED, Checker, Problem, fill, fill_target, resolve
-from rolegraph.config.compose import CONFIG_NAME, Composed, as_config, compose, rewrite
+from rolegraph.config.compose import CONFIG_NAME, Composed, as_config, compose, read_saved, rewrite
 from rolegraph.config.provenance import Origins, Path_, join, split
 from rolegraph.config.schema import RootConfig, RunConfig, Spec
 from rolegraph.errors import ConfigError
@@ -43,6 +43,20 @@ def load(
     """
     source = composed(overrides, config_dir=config_dir, config_name=config_name)
     return check(source, config_dir=config_dir, elsewhere=elsewhere)
+
+
+def load_saved(
+    path: Path, overrides: Sequence[str] = (), *, config_dir: str | None = None, elsewhere: bool = False
+) -> Loaded:
+    """Check the config that a run kept in its folder, or in a checkpoint, with some values changed.
+
+    Raises ConfigError as `load` does; a fault's origin is then a line of that file.
+    """
+    add_to_path(config_dir)
+    source = read_saved(path, overrides, config_dir)
+    # What does not work yet is there with its defaults.
+    tree = {key: node for key, node in source.tree.items() if (key,) not in rules.LATER}
+    return check(replace(source, tree=tree), config_dir=config_dir, elsewhere=elsewhere)
 
 
 def load_job(rewritten: Sequence[str], *, typed: Sequence[str], config_dir: str | None, config_name: str) -> RunConfig:
