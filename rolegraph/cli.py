@@ -20,6 +20,7 @@ USAGE = """rolegraph trains language models by reinforcement learning on a graph
   rolegraph run  [CHOICES] [KEY=VALUE ...]    train
   rolegraph plan [CHOICES] [KEY=VALUE ...]    show which rank runs where, how batches divide and what memory that
                                               takes; starts nothing
+  rolegraph export CHECKPOINT OUT             write a checkpoint as a Hugging Face folder
 
 Examples
   rolegraph run experiment=quickstart
@@ -67,7 +68,7 @@ def dispatch(argv: list[str]) -> int:
 
         print(f"rolegraph {version('rolegraph')}")
         return 0
-    commands: dict[str, Callable[[list[str]], int]] = {"run": _run, "plan": _plan}
+    commands: dict[str, Callable[[list[str]], int]] = {"run": _run, "plan": _plan, "export": _export}
     if argv[0] not in commands:
         print(f"rolegraph: there is no command {argv[0]!r}: type `rolegraph run ...` or `rolegraph plan ...`\n")
         print(USAGE)
@@ -131,6 +132,12 @@ def _plan(words: list[str]) -> int:
 
         write_plan(given["-o"], run, placed, estimate, inventory)
     return 0
+
+
+def _export(words: list[str]) -> int:
+    from rolegraph.checkpoints.export import command
+
+    return command(words)
 
 
 PLAN_OPTIONS = {"--cluster": "2x8xH100-80G", "-o": "plan.json"}
