@@ -116,7 +116,7 @@ def _refuse_experts(config: VLLMEngineConfig) -> None:
     if config.reloads_weights and "num_experts" in model_config(config.folder):
         raise ConfigError(
             f"{config.node}.model={config.folder}: vLLM on a CPU does not reload a mixture of experts (it fails, "
-            "or goes on with wrong ones); use a dense model, or GPUs"
+            "or goes on with wrong ones); use rollout=huggingface, a dense model, or GPUs"
         )
 
 

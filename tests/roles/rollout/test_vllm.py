@@ -17,7 +17,11 @@ import torch
 from rolegraph.batch import Batch
 from rolegraph.errors import BatchError, ConfigError, TurnError, WeightSyncError
 from rolegraph.interfaces import SamplingParams
+from rolegraph.role import RoleContext
+from roles.rollout.decoding import Decoding, Work
 from roles.rollout.drawing import sample_seed
+from roles.rollout.huggingface import HuggingFaceRollout
+from roles.rollout.huggingface_config import HuggingFaceRolloutConfig
 from tests.models import add_tokenizer, make_checkpoint
 from tests.roles.rollout.replica import checkpoint_tensors, logprob_error, manifest_of, push, replica
 
@@ -75,6 +79,42 @@ def ids_of(batch: Batch) -> list[list[int]]:
 def test_logprobs_are_those_of_the_model_at_the_sampling_temperature(role: Any, fresh: int, folders: list[str]) -> None:
     batch = role.generate(prompts(), SAMPLING)
     assert logprob_error(folders[0], batch, temperature=0.7, ids=TOKENIZER_IDS) < 1e-4
+
+
+def test_transformers_draws_and_scores_alike(role: Any, fresh: int, folders: list[str]) -> None:
+    """`rollout=huggingface` beside this engine: greedy samples are the same, and what one draws the other scores so."""
+    other = HuggingFaceRollout(HuggingFaceRolloutConfig(model=folders[0]), RoleContext(role="rollout", threads=2))
+    other.setup()
+    greedy = replace(SAMPLING, temperature=0.0, seed=None)
+    one, two = role.generate(prompts(), greedy), other.generate(prompts(), greedy)
+    assert ids_of(one) == ids_of(two)
+    assert one["finish_reason"].equals(two["finish_reason"])
+    assert distance(one.lists("rollout_logprobs"), two.lists("rollout_logprobs")) < 1e-4
+    drawn = role.generate(prompts(), replace(SAMPLING, ignore_eos=True))
+    assert distance(drawn.lists("rollout_logprobs"), scored_step_by_step(other, drawn)) < 1e-4
+
+
+def distance(one: Any, other: Any) -> float:
+    return max(float(np.abs(a - b).max()) for a, b in zip(one, other, strict=True))
+
+
+def scored_step_by_step(role: Any, batch: Batch) -> list[np.ndarray[Any, Any]]:
+    """The logprobs of a batch's samples, all of one length, as the loop that draws has them."""
+    engine, responses = role._engine, np.stack(batch.lists("response_ids"))
+
+    class Given:
+        def __call__(self, logits: torch.Tensor, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            scores = (logits[:, :TOKENIZER_IDS] / SAMPLING.temperature).log_softmax(-1)
+            return numbers.long(), scores.gather(1, numbers.long()[:, None])[:, 0]
+
+    asked = [prompt.tolist() for prompt in batch.lists("prompt_ids")]
+    work = Work(asked, range(len(asked)), responses.astype(np.float64), ends=[])
+    given: Any = Given()
+    samples = Decoding(engine._forward, engine.weights, given, work, lambda: engine._room_for(work)).run(
+        lambda: True, lambda _: None
+    )
+    assert [list(sample.token_ids) for sample in samples] == responses.tolist()
+    return [np.asarray(sample.logprobs) for sample in samples]
 
 
 def test_the_columns_of_a_generation(role: Any, fresh: int) -> None:
