@@ -81,6 +81,8 @@ class Weights:
     """What a batch asks about the weights before every step."""
 
     version: int = 0
+    changes: int = 0
+    """How often they were written, under a new version or the same."""
     torn: str | None = None
     """Why they are partly new and partly old."""
     gate: Gate = field(default_factory=Gate)
@@ -142,7 +144,7 @@ class Decoding:
         self._rows = np.arange(samples)
         """The sample of each row, once the prompts are computed."""
         self._computed: int | None = None
-        """The version of the weights behind the cache."""
+        """The changes of the weights before the cache was computed."""
         self._tokens = np.zeros((samples, self._most), dtype=np.int32)
         self._logprobs = np.zeros((samples, self._most), dtype=np.float32)
         self._lengths = np.zeros(samples, dtype=np.int64)
@@ -171,9 +173,9 @@ class Decoding:
     def _logits(self, step: int) -> Tensor:
         """[rows, vocabulary] of the next token."""
         total = self._width + step
-        if self._computed == self._weights.version:
+        if self._computed == self._weights.changes:
             return self._forward(self._ids[:, :total], self._pads, self._room.cache, 1)
-        is_first, self._computed = self._computed is None, self._weights.version
+        is_first, self._computed = self._computed is None, self._weights.changes
         if is_first and not self._room.can_share:
             self._reorder(self._sources)
         if not is_first and not self._room.can_fill_in_parts:

@@ -100,7 +100,7 @@ class HuggingFaceRollout(RolloutRole):
                 weights.torn = str(error) if is_begun else weights.torn
                 raise self._fault(error) from error
             weights.torn = None
-            weights.version = version
+            weights.version, weights.changes = version, weights.changes + 1
             self._engine.slumber.filled()
         return time.monotonic() - started
 
