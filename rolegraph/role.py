@@ -93,6 +93,10 @@ class RoleContext:
     exp_name: str = "rolegraph"
 
 
+EVAL_ROLE = "eval_"
+"""How the names of roles begin that score eval sets by reward functions of these sets' own."""
+
+
 def is_teacher(role: str) -> bool:
     """Whether a role of this name teaches: a run may have several, `teacher_math` beside `teacher`."""
     return family(role) == "teacher"

@@ -10,7 +10,7 @@ from collections.abc import Coroutine, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rolegraph.algorithms.base import Algorithm
 from rolegraph.algorithms.hooks import Hook
@@ -22,11 +22,12 @@ from rolegraph.checkpoints.folder import Checkpoint
 from rolegraph.checkpoints.hook import Checkpointer
 from rolegraph.checkpoints.resume import check_trainer, go_on, start_of
 from rolegraph.checkpoints.stopping import StopRequest
+from rolegraph.config.eval_sets import needs_of
 from rolegraph.config.rules import settle
 from rolegraph.config.schema import RunConfig, Spec
 from rolegraph.config.turn_rules import takes_no_device
 from rolegraph.data import Dataset
-from rolegraph.errors import ConfigError, PlanError
+from rolegraph.errors import ConfigError, DataError, PlanError
 from rolegraph.graph import GraphOptions, OnReady, RoleGraph
 from rolegraph.host import RoleSpec
 from rolegraph.models import ensure
@@ -41,7 +42,9 @@ from rolegraph.telemetry import Telemetry
 from rolegraph.telemetry.report import write_report
 from rolegraph.turns import TurnTaker, turns_of
 from rolegraph.weights import WeightSync
-from rolegraph.wiring import handles_of, import_target, scorers_of, teachers_of, weight_sync, with_models
+from rolegraph.wiring import eval_hook, handles_of, import_target, scorers_of, teachers_of, weight_sync, with_models
+
+T = TypeVar("T")
 
 REMIND_EVERY_S = 60.0
 """Between two lines that say what a slow start waits for."""
@@ -110,14 +113,15 @@ async def _run(config: RunConfig, run_dir: Path) -> None:
         care = RunCare(config.health.max_restarts, turns, telemetry)
         graph = _graph(config, placed, run_dir, algorithm_class, telemetry, turns, care)
         stack.push_async_callback(graph.stop)
-        dataset = await _side_by_side(graph, _load(config, model_path), telemetry)
+        dataset, sets = await _side_by_side(graph, _load_all(config, model_path), telemetry)
         stack.callback(telemetry.finish_samples)
-        for line in dataset.report.lines():
-            telemetry.event(line)
+        for name, loaded in {"": dataset, **sets}.items():
+            for line in loaded.report.lines():
+                telemetry.event(f"eval set {name}: {line}" if name else line)
         slow = ", ".join(f"{role} {seconds:.1f} s" for role, seconds in graph.startup.items())
         telemetry.event(f"roles ready after {time.monotonic() - started:.1f} s ({slow})")
         hooks = await _hooks(config, run_dir, dataset, stack)
-        ready = Ready(config, placed, graph, dataset, telemetry, turns, hooks, care)
+        ready = Ready(config, placed, graph, dataset, sets, telemetry, turns, hooks, care)
         await run_algorithm(ready, checkpoint)
         gain = telemetry.gain if "train" in config.roles else ""  # rewards rise where something learns
         telemetry.event(f"done in {telemetry.elapsed}" + (f": {gain}" if gain else ""))
@@ -131,6 +135,8 @@ class Ready:
     placed: Plan
     graph: RoleGraph
     dataset: Dataset
+    sets: Mapping[str, Dataset]
+    """The rows of the eval sets, by name."""
     telemetry: Telemetry
     turns: TurnTaker
     hooks: Hooks
@@ -153,6 +159,8 @@ async def run_algorithm(ready: Ready, checkpoint: Checkpoint | None) -> None:
         ready.hooks.all,
     )
     ready.care.sync, ready.care.rollout = run.sync, graph.groups.get("rollout")
+    if ready.sets:
+        run.hooks = (eval_hook(config, ready.placed, run, handles, ready.sets), *run.hooks)
     algorithm = algorithm_class(config.algorithm.config, run)
     for name in dict.fromkeys((*algorithm_class.roles(), *handles)):
         setattr(algorithm, name, handles.get(name))
@@ -185,7 +193,7 @@ async def _hooks(config: RunConfig, run_dir: Path, dataset: Dataset, stack: Asyn
     return Hooks(tuple(hooks), about)
 
 
-async def _side_by_side(graph: RoleGraph, load: Coroutine[Any, Any, Dataset], telemetry: Telemetry) -> Dataset:
+async def _side_by_side(graph: RoleGraph, load: Coroutine[Any, Any, T], telemetry: Telemetry) -> T:
     """Start the roles while the data is read; the first fault of either ends both."""
 
     async def remind() -> None:
@@ -304,6 +312,28 @@ def _place(config: RunConfig, stack: AsyncExitStack) -> Plan:
     return plan(whole, asked, placement)
 
 
+async def _load_all(config: RunConfig, model_path: str) -> tuple[Dataset, dict[str, Dataset]]:
+    """The rows of the run and those of its eval sets by name; what fails first ends it."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            own = group.create_task(_load(config, model_path))
+            sets = {name: group.create_task(_load_set(config, name, model_path)) for name in config.eval.sets}
+    except BaseExceptionGroup as faults:
+        raise faults.exceptions[0] from None
+    return own.result(), {name: task.result() for name, task in sets.items()}
+
+
+async def _load_set(config: RunConfig, name: str, model_path: str) -> Dataset:
+    from rolegraph.data import load
+
+    each = config.eval.sets[name]
+    needs = needs_of(config, each)
+    try:
+        return await asyncio.to_thread(load, each.data, model_path, needs, use_ray=config.use_ray)
+    except DataError as error:
+        raise DataError(f"eval.sets.{name}: {error}") from error
+
+
 async def _load(config: RunConfig, model_path: str) -> Dataset:
     """Read and tokenise the data, in a Ray task while the roles start."""
     from rolegraph.data import load
@@ -347,6 +377,7 @@ def _say_where(run_dir: Path) -> None:
         "metrics.jsonl": "the numbers, a line a step",
         "timeline.json": "who did what when, for ui.perfetto.dev",
         "samples": "what the policy wrote, as Parquet",
+        "eval": "answers to the eval sets, as Parquet",
         "logs": "what each role logged",
     }
     there = {name: what for name, what in kinds.items() if (run_dir / name).exists()}

@@ -56,7 +56,8 @@ class WeightSync:
         adapter: bool = False,
     ) -> None:
         self.version = 0
-        """Of the weights that all engines hold; 0 are those they were started with."""
+        """Of the weights that all engines hold; 0 are those they were started with, or were evaluated with at first."""
+        self._has_sent = False
         self._train = train
         self._receivers = list(receivers)
         self._bucket_bytes = bucket_bytes
@@ -78,18 +79,29 @@ class WeightSync:
         end fails or takes longer than `timeout_s`. Both sides then leave the process group, and the next call builds a
         new one. Replicas that are being started again get the weights when they join.
         """
+        return await self._bring(1)
+
+    async def refresh(self) -> float:
+        """Send the weights of now for an evaluation, without a new version; returns seconds, raises as `sync` does.
+
+        Versions say how old the samples are that training uses: a run that is evaluated counts as one that is not.
+        """
+        return await self._bring(0)
+
+    async def _bring(self, counted: int) -> float:
         started = time.monotonic()
         async with self._lock, AsyncExitStack() as stack:
             for receiver in self._receivers if self._drain else ():
                 await stack.enter_async_context(group_of(receiver).drained())
-            await self._transfer_to_the_living(self.version + 1)
-            self.version += 1
+            self._has_sent = True
+            await self._transfer_to_the_living(self.version + counted)
+            self.version += counted
         return time.monotonic() - started
 
     async def renew(self) -> None:
         """Send the weights of now once more, under the version that all engines have; nothing before the first sync."""
         async with self._lock:
-            if self.version:
+            if self.version or self._has_sent:
                 await self.close()  # one of the same rank as before is not in the group that is there
                 await self._transfer_to_the_living(self.version)
 
@@ -99,7 +111,7 @@ class WeightSync:
         A trainer that is in the middle of its steps sends between two of them.
         """
         async with self._lock:
-            if not self.version:
+            if not (self.version or self._has_sent):
                 return
             await self.close()  # the trainer can be in one
             alone = copy.copy(self)

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rolegraph.algorithms.scorers import Scorers
 from rolegraph.algorithms.teachers import Teachers
+from rolegraph.config.eval_sets import completion_length, scorer_of
 from rolegraph.config.schema import RunConfig
-from rolegraph.errors import ConfigError
+from rolegraph.data import Dataset
+from rolegraph.errors import ConfigError, DataError
+from rolegraph.evaluation.evaluator import EvalSet, Evaluator
+from rolegraph.evaluation.hook import EvalHook
 from rolegraph.graph import RoleGraph
 from rolegraph.models import ModelConfig, ensure
 from rolegraph.placement import Plan
 from rolegraph.role import is_scorer, is_teacher
 from rolegraph.weights import WeightSync
+
+if TYPE_CHECKING:
+    from rolegraph.run import Run
 
 
 def import_target(target: str) -> Any:
@@ -80,6 +87,32 @@ def scorers_of(config: RunConfig, handles: Mapping[str, Any]) -> Scorers:
         reduce="min" if how in (None, "per_step") else how,
         left_out=frozenset({"prm"} if how == "per_step" else ()),
     )
+
+
+def eval_hook(
+    config: RunConfig, placed: Plan, run: Run, handles: Mapping[str, Any], sets: Mapping[str, Dataset]
+) -> EvalHook:
+    """What evaluates the run; raises DataError for a set with fewer rows than ranks share."""
+    found = []
+    for name, dataset in sets.items():
+        each = config.eval.sets[name]
+        ranks = placed.roles["train"][0].mesh.dp if each.loss else 1
+        if len(dataset) < ranks:
+            raise DataError(
+                f"eval.sets.{name} has {len(dataset)} rows for the {ranks} data-parallel ranks of train: give it more"
+            )
+        scorer = scorer_of(config, name) if each.samples else None
+        found.append(
+            EvalSet(
+                name,
+                each,
+                dataset.rows,
+                run.scorers if scorer is None else handles[scorer],
+                completion_length(config, each) or 0,
+            )
+        )
+    evaluator = Evaluator(found, run.telemetry.run_dir / "eval", use_ray=config.use_ray)
+    return EvalHook(evaluator, config.eval.every)
 
 
 def weight_sync(config: RunConfig, placed: Plan, graph: RoleGraph) -> WeightSync | None:

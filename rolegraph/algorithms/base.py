@@ -16,8 +16,8 @@ from rolegraph.algorithms.hooks import Step
 from rolegraph.batch import Batch
 from rolegraph.checkpoints.state import State
 from rolegraph.errors import TurnError
-from rolegraph.interfaces import Metrics
-from rolegraph.role import Role
+from rolegraph.interfaces import Metrics, ORMRole
+from rolegraph.role import EVAL_ROLE, Role
 from rolegraph.turns import PHASES, Phase
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Algorithm:
         declared = cls.roles()
         if role in declared:
             return declared[role][0]
-        for prefix, kind in cls.more_roles.items():
+        for prefix, kind in {**cls.more_roles, EVAL_ROLE: ORMRole}.items():
             if role.startswith(prefix):
                 return kind
         raise KeyError(role)

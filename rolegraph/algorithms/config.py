@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge
 
@@ -39,6 +39,9 @@ DEFAULT_SCALE: dict[Estimator, Scale] = {"grpo": "group", "rloo": "none", "reinf
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig:
     """Cross-entropy on the dataset's responses, as the mean over the response tokens of a global batch."""
+
+    draws_samples: ClassVar[bool] = False
+    """Whether training asks for a rollout."""
 
     global_batch_size: Annotated[int, Ge(1)] = 32
     """Rows an optimizer step."""

@@ -75,6 +75,11 @@ class GKDConfig(SamplingOptions, OverlapOptions):
     """Supervised steps before distillation; null: none."""
 
     @property
+    def draws_samples(self) -> bool:
+        """Whether training asks for a rollout."""
+        return self.lmbda > 0
+
+    @property
     def mode(self) -> Literal["renormalize", "tail"] | None:
         """How top-K tokens are compared; null over the whole vocabulary."""
         return (self.topk_mode or "renormalize") if self.gkd_logits_topk else None
@@ -119,8 +124,6 @@ class GKDConfig(SamplingOptions, OverlapOptions):
     def _check_mixture(self, run: RunLike) -> Iterator[str]:
         if self.lmbda > 0 and "rollout" not in run.roles:
             yield f"algorithm.lmbda={self.lmbda:g} asks for samples: set rollout=vllm, or algorithm.lmbda=0"
-        if self.lmbda == 0 and "rollout" in run.roles:
-            yield "rollout has nothing to do where algorithm.lmbda=0: set rollout=null, or algorithm.lmbda above 0"
         if self.lmbda == 1 and self.sft_alpha > 0:
             yield (
                 f"algorithm.sft_alpha={self.sft_alpha:g} has no effect with lmbda=1, where no step is on dataset "

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import pyarrow as pa
 
-from rolegraph.algorithms.base import Algorithm
 from rolegraph.batch import Batch
 from rolegraph.interfaces import ORMRole, PRMRole, StepReduce
 from rolegraph.losses.advantages import Floats
@@ -28,6 +28,14 @@ from rolegraph.turns import Phase, scoring
 
 TOTAL = "reward"
 FAULTS = "reward_faults"
+
+
+class TakesTurns(Protocol):
+    """An algorithm, or whoever else computes on devices that roles share."""
+
+    def turn(self, name: str) -> AbstractAsyncContextManager[None]:
+        """A phase by its name; see `Algorithm.turn`."""
+        ...
 
 
 class Scorers:
@@ -62,7 +70,7 @@ class Scorers:
         """The phases in which they work."""
         return {name: phase for role in self.by_role for name, phase in scoring(role).items()}
 
-    async def score(self, algorithm: Algorithm, rows: Batch, *, in_turn: bool = False) -> Batch:
+    async def score(self, algorithm: TakesTurns, rows: Batch, *, in_turn: bool = False) -> Batch:
         """The rows with every role's columns beside theirs, `scores/ROLE`, and their weighted sum `reward`.
 
         Each role has a turn of its own: those whose devices differ work side by side, those that share one in turn
@@ -80,7 +88,7 @@ class Scorers:
             await asyncio.gather(*calls, return_exceptions=True)
         return self.together(rows, dict(zip(self.by_role, found, strict=True)))
 
-    async def _ask(self, algorithm: Algorithm, role: str, rows: Batch) -> Batch:
+    async def _ask(self, algorithm: TakesTurns, role: str, rows: Batch) -> Batch:
         (phase,) = scoring(role)
         async with algorithm.turn(phase):
             if family(role) == "prm":

@@ -7,18 +7,19 @@ from typing import ClassVar
 from rolegraph.algorithms.base import Algorithm
 from rolegraph.algorithms.config import PTConfig, SFTConfig, WarmStartConfig
 from rolegraph.algorithms.metrics import of_step
-from rolegraph.interfaces import LossSpec, TrainRole
+from rolegraph.interfaces import LossSpec, RolloutRole, TrainRole
 
 WARM_START = "warm_start"
 CROSS_ENTROPY = LossSpec("rolegraph.losses.supervised.cross_entropy")
 
 
 class SFT(Algorithm):
-    """Cross-entropy on the dataset's responses."""
+    """Cross-entropy on the dataset's responses; engines, where there are some, answer eval sets."""
 
     Config: ClassVar[type[SFTConfig]] = SFTConfig
     config: SFTConfig
     train: TrainRole
+    rollout: RolloutRole | None
     can_save: ClassVar[bool] = True
     stage = "sft"
 

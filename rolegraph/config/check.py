@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -172,7 +173,8 @@ class Checker:
             self.fault(path, str(error))
             return None
         if hasattr(made, "problems"):
-            self.problems += [Problem((), text) for text in made.problems()]
+            node = getattr(config, "node", None)
+            self.problems += [Problem((), _named(text, node, join(path))) for text in made.problems()]
         return made
 
     def unknown(self, key: str, names: Iterable[str], path: Path_, where: str = "") -> None:
@@ -252,6 +254,13 @@ class Checker:
         except ValidationError as error:
             self.fault(path, _explain(value, hint, error, path))
             return None
+
+
+def _named(text: str, node: str | None, where: str) -> str:
+    """A sentence about the keys of `node`, which stands elsewhere in this config."""
+    if node is None or node == where:
+        return text
+    return re.sub(rf"(?<![\w.]){re.escape(node)}(?=\.\w)", lambda _: where, text)
 
 
 class _Key:

@@ -11,6 +11,7 @@ from typing import Any
 from rolegraph.config import rules
 from rolegraph.config.check import TARGET, UNRESOLVED, Checker, Problem, fill, fill_target, resolve
 from rolegraph.config.compose import CONFIG_NAME, Composed, as_config, compose, read_saved, rewrite
+from rolegraph.config.eval_sets import filled_sets
 from rolegraph.config.provenance import Origins, Path_, join, split
 from rolegraph.config.schema import RootConfig, RunConfig, Spec
 from rolegraph.errors import ConfigError
@@ -88,6 +89,7 @@ def add_to_path(config_dir: str | None) -> None:
 def filled(tree: Mapping[str, Any]) -> dict[str, Any]:
     """The tree with the defaults of all dataclasses, interpolations unresolved."""
     full: dict[str, Any] = fill(tree, RootConfig)
+    full["eval"] = filled_sets(full["eval"], full["data"])
     known = {field.name for field in fields(RootConfig)}
     return {key: node if key in known else fill_target(node) for key, node in full.items()}
 

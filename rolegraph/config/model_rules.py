@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rolegraph.config.eval_sets import completion_length
 from rolegraph.config.schema import RunConfig
 from rolegraph.models.architecture import UnknownArchitectureError, positions, read_config
 from rolegraph.models.config import ModelConfig
@@ -48,10 +49,30 @@ def room(run: RunConfig, role: str) -> Room | None:
     """What a role must have room for; null for one that reads no more than rows of the dataset.
 
     And for one that reads texts of its own making: what is too long for it is the fault of a row.
-    A teacher reads samples and dataset responses, with the prompt that a row brings for it where it has one.
+    A teacher reads samples and dataset responses, with the prompt that a row brings for it where it has one; engines
+    and the trainer read the rows of eval sets as well.
     """
     if getattr(run.roles[role].config, "reads_text", False):
         return None
+    trained, evaluated = _room_in_training(run, role), list(_rooms_of_eval_sets(run, role))
+    if trained is None and role == "train" and evaluated:
+        trained = Room((("data.max_length", run.data.max_length),))
+    return max([*filter(None, [trained]), *evaluated], key=lambda each: each.tokens, default=None)
+
+
+def _rooms_of_eval_sets(run: RunConfig, role: str) -> Iterator[Room]:
+    for name, each in run.eval.sets.items():
+        prompt = (f"eval.sets.{name}.data.max_length", each.data.max_length)
+        if role == "train" and each.loss:
+            yield Room((prompt,))
+        longest = completion_length(run, each)
+        if role == "rollout" and each.samples and longest is not None:
+            is_own = each.max_completion_length is not None
+            key = f"eval.sets.{name}" if is_own else "algorithm"
+            yield Room((prompt, (f"{key}.max_completion_length", longest)))
+
+
+def _room_in_training(run: RunConfig, role: str) -> Room | None:
     data, longest = run.data, getattr(run.algorithm.config, "max_completion_length", None)
     completion = None if longest is None else ("algorithm.max_completion_length", int(longest))
     prompt = ("data.max_length", data.max_length)

@@ -14,6 +14,8 @@ from typing import Any
 from rolegraph.algorithms.distillation import TEACHER_KEY
 from rolegraph.config.check import Problem
 from rolegraph.config.checkpoint_rules import checkpoints_can_be_made, checkpoints_that_stay, resuming_is_possible
+from rolegraph.config.eval_rules import eval_sets_have_what_they_need, evaluation_is_due, rollout_has_work
+from rolegraph.config.eval_sets import reward_of, with_scorers
 from rolegraph.config.model_rules import experts_are_whole, positions_suffice, room, sizes_divide
 from rolegraph.config.provenance import join
 from rolegraph.config.reward_rules import text_is_enough
@@ -25,7 +27,6 @@ from rolegraph.placement.memory import USABLE
 from rolegraph.role import is_scorer, is_teacher
 
 LATER: dict[tuple[str, ...], str] = {
-    ("eval",): "evaluation during the run",
     ("health",): "starting roles again",
 }
 """Keys that users of such systems know and that nothing here acts on yet."""
@@ -130,7 +131,8 @@ def context_parallelism_works(run: RunConfig) -> Iterator[str]:
 def rewards_have_a_role(run: RunConfig) -> Iterator[str]:
     """Reward functions and the role that runs them come together."""
     scorers = [role for role, spec in run.roles.items() if hasattr(spec.config, "reward")]
-    if run.reward is not None and not scorers:
+    evaluated = any(each.reward is None and reward_of(run, each) for each in run.eval.drawing.values())
+    if run.reward is not None and not scorers and not evaluated:
         others = " or ".join(role for role in run.roles if is_scorer(role))
         beside = f" (or +orm@orm_functions=functions, to score beside {others})" if others else ""
         yield (
@@ -318,11 +320,15 @@ RULES: list[Callable[[RunConfig], Iterator[str]]] = [
     free_fields_are_known,
     one_process_suffices,
     overlap_has_devices,
+    evaluation_is_due,
+    eval_sets_have_what_they_need,
+    rollout_has_work,
 ]
 
 
 def derive(run: RunConfig) -> RunConfig:
-    """Fill in what is null and follows from the rest: seeds, lengths, rewards, reference weights."""
+    """Fill in what is null and follows from the rest: seeds, lengths, rewards, reference weights, roles that score."""
+    run = with_scorers(run)
     follows = {
         "seed": run.seed,
         "reward": run.reward,

@@ -131,6 +131,10 @@ class RunConfig:
         spec = self.roles[role]
         return replace(self, roles={**self.roles, role: Spec(spec.target, replace(spec.config, **changes))})
 
+    def adding(self, role: str, target: str, config: Any) -> RunConfig:
+        """A copy with one more role."""
+        return replace(self, roles={**self.roles, role: Spec(target, config)})
+
     def with_model_path(self, path: str) -> RunConfig:
         """A copy whose roles that name no model, or no policy, of their own read it from `path`."""
         config = self

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 SourceName = Literal["jsonl", "parquet", "huggingface", "reasoning_gym"]
 
@@ -13,6 +13,8 @@ _ONLY_FOR: dict[str, str] = {
     **dict.fromkeys(("name", "split", "revision"), "huggingface"),
     **dict.fromkeys(("task", "task_config", "size", "seed", "question_format", "answer_format"), "reasoning_gym"),
 }
+SOURCE_KEYS = ("path", *_ONLY_FOR)
+"""Keys that mean something for their source alone."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,9 @@ class DataConfig:
     has `text`. A `teacher_prompt` (messages, or a string) is what a teacher sees in place of the prompt. Reserved names
     aside, its columns travel with the prompt to the reward functions.
     """
+
+    node: ClassVar[str] = "data"
+    """Where these settings stand in a config, for messages."""
 
     source: SourceName | None = None
     """jsonl, parquet, huggingface or reasoning_gym."""

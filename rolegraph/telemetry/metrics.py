@@ -14,6 +14,9 @@ from rolegraph.results import replacing
 TIMING_PREFIXES = ("seconds/", "speed/", "memory/", "idle/", "time")
 """Keys that depend on the machine's mood; everything else is the same for two runs with one seed."""
 
+EVALUATED = "eval"
+"""The `stage` of a line that is no step's: an evaluation before the first step, numbered as the step before it."""
+
 
 def is_timing(key: str) -> bool:
     """Whether a metric measures the machine instead of the run."""
@@ -51,7 +54,8 @@ class MetricsLog:
     def go_back(self, step: int) -> None:
         """Take off the lines of later steps: they are taken again."""
         self._file.close()
-        lines = [row for row in read_metrics(self._path) if row.get("step", 0) <= step]
+        # Before the first step there may be a line as well: an evaluation, which a new beginning takes again.
+        lines = [row for row in read_metrics(self._path) if row.get("step", 0) <= step] if step else []
         with replacing(self._path) as part, part.open("w", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in lines)
         self.last_step = step
@@ -61,6 +65,14 @@ class MetricsLog:
         """One metric over the last so many steps of a stage, as far as it was logged."""
         rows = [row for row in read_metrics(self._path) if row.get("stage") == stage][-last:]
         return [float(row[name]) for row in rows if row.get(name) is not None]
+
+    def beginning(self, prefix: str) -> dict[int, Mapping[str, float | None]]:
+        """The metrics whose names begin so, by step."""
+        found: dict[int, Mapping[str, float | None]] = {}
+        for row in read_metrics(self._path):
+            if metrics := {name: value for name, value in row.items() if name.startswith(prefix)}:
+                found[row["step"]] = metrics
+        return found
 
     def close(self) -> None:
         """Close the file."""

@@ -7,13 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rolegraph.telemetry.metrics import read_metrics
+from rolegraph.telemetry.metrics import EVALUATED, read_metrics
 from rolegraph.telemetry.progress import figure
 
 WIDTH, HEIGHT, PAD = 340, 150, 34
 SMOOTHING_SPAN = 10
 """Steps over which the bold line averages (an exponential mean with this span)."""
 
+EVAL = "eval/"
+"""How metrics of eval sets begin."""
 FIRST = ("reward/mean", "loss", "response_length/mean", "grad_norm")
 """Charts that come first; the others follow by name."""
 
@@ -98,21 +100,37 @@ def busy_table(rows: Sequence[Mapping[str, Any]]) -> str:
 def stage_section(stage: str, rows: Sequence[Mapping[str, Any]]) -> str:
     """The charts and the time table of one stage."""
     names = sorted({key for row in rows for key, value in row.items() if isinstance(value, int | float)})
-    charted = [name for name in names if name not in ("step", "time") and not name.startswith(("seconds/", "idle/"))]
+    apart = ("seconds/", "idle/", EVAL)
+    charted = [name for name in names if name not in ("step", "time") and not name.startswith(apart)]
     ordered = [name for name in FIRST if name in charted] + [name for name in charted if name not in FIRST]
+    return (
+        f"<h2>{html.escape(stage)}: {len(rows)} steps</h2>{charts_of(rows, ordered, 'The same in every step')}"
+        f"<h2>where the time of a step went</h2>{seconds_table(rows)}{busy_table(rows)}"
+    )
+
+
+def evaluations_section(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The curves of all eval sets over the whole run; empty where there are none."""
+    rows = [row for row in rows if any(key.startswith(EVAL) for key in row)]
+    names = sorted({key for row in rows for key in row if key.startswith(EVAL)})
+    count = f"{len(rows)} evaluation{'s' if len(rows) > 1 else ''}"
+    return f"<h2>{count}</h2>{charts_of(rows, names, 'The same in every evaluation')}" if rows else ""
+
+
+def charts_of(rows: Sequence[Mapping[str, Any]], names: Sequence[str], same: str) -> str:
+    """A chart for each metric that changes, and a line with those that do not."""
     charts, constant = [], []
-    for name in ordered:
+    for name in names:
         points = [(row["step"], row[name]) for row in rows if isinstance(row.get(name), int | float)]
         steps, values = [step for step, _ in points], [value for _, value in points]
+        if not values:
+            continue  # never a number
         if len(values) > 1 and min(values) == max(values):
             constant.append(f"{html.escape(name)} {figure(values[0])}")
         else:
             charts.append(chart(name, steps, values))
-    still = f"<p>The same in every step: {', '.join(constant)}.</p>" if constant else ""
-    return (
-        f"<h2>{html.escape(stage)}: {len(rows)} steps</h2><div class='charts'>{''.join(charts)}</div>{still}"
-        f"<h2>where the time of a step went</h2>{seconds_table(rows)}{busy_table(rows)}"
-    )
+    still = f"<p>{same}: {', '.join(constant)}.</p>" if constant else ""
+    return f"<div class='charts'>{''.join(charts)}</div>{still}"
 
 
 def write_report(run_dir: Path, title: str) -> Path | None:
@@ -121,14 +139,16 @@ def write_report(run_dir: Path, title: str) -> Path | None:
     rows = read_metrics(file) if file.is_file() else []
     if not rows:
         return None
-    stages = list(dict.fromkeys(str(row.get("stage", "run")) for row in rows))
+    steps = [row for row in rows if row.get("stage") != EVALUATED]
+    stages = list(dict.fromkeys(str(row.get("stage", "run")) for row in steps))
     sections = [
-        stage_section(stage, [row for row in rows if str(row.get("stage", "run")) == stage]) for stage in stages
+        stage_section(stage, [row for row in steps if str(row.get("stage", "run")) == stage]) for stage in stages
     ]
+    sections.append(evaluations_section(rows))
     page = (
         f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{html.escape(title)}</title>"
         f"<meta name='viewport' content='width=device-width'><style>{STYLE}</style>"
-        f"<h1>{html.escape(title)}</h1><p>{len(rows)} steps. Thin lines are steps, bold ones their moving average. "
+        f"<h1>{html.escape(title)}</h1><p>{len(steps)} steps. Thin lines are steps, bold ones their moving average. "
         f"The numbers are in metrics.jsonl, the samples in samples/.</p>{''.join(reversed(sections))}</html>"
     )
     path = run_dir / "report.html"

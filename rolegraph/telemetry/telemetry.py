@@ -12,7 +12,7 @@ from typing import Any
 
 from rolegraph.batch import Batch
 from rolegraph.telemetry.loggers import Tracker, open_trackers
-from rolegraph.telemetry.metrics import MetricsLog, plain
+from rolegraph.telemetry.metrics import EVALUATED, MetricsLog, plain
 from rolegraph.telemetry.progress import Progress, duration, figure
 from rolegraph.telemetry.samples import FINISH_S, SampleFiles
 from rolegraph.telemetry.tables import as_text
@@ -145,6 +145,25 @@ class Telemetry:
     def count(self, name: str) -> None:
         """Something has happened that the line of the next step is to count."""
         self._counts[name] = self._counts.get(name, 0.0) + 1.0
+
+    def in_log(self, step: int) -> int:
+        """The number that a step of the stage has in the log."""
+        return self._offset + step
+
+    def logged(self, prefix: str) -> dict[int, Mapping[str, float | None]]:
+        """The metrics whose names begin so, by their step in the log, where there are some."""
+        return self._log.beginning(prefix)
+
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
+        """Record how good the weights are that the stage begins with: a line of its own, which is no step's."""
+        now = self._clock()
+        spent = {f"seconds/{name}": seconds for name, seconds in self._seconds.items()}
+        record = {**metrics, **spent, "time": now - self._started}
+        self._log.write(self._offset, {**record, "stage": EVALUATED})
+        numbers = {key: value for key, value in record.items() if plain(value) is not None}
+        self._track(lambda tracker: tracker.log(self._offset, numbers))
+        self._seconds = {}
+        self._begin_step(now)
 
     def _begin_step(self, now: float) -> None:
         self._last_step, self._covered, self._covered_since = now, 0.0, now

@@ -151,6 +151,9 @@ class VLLMDrawingConfig(VLLMEngineConfig):
         temperature = getattr(run.algorithm.config, "temperature", 1.0)
         if temperature > MAX_TEMPERATURE:
             yield f"algorithm.temperature={temperature}: vLLM samples at {MAX_TEMPERATURE:g} at most"
+        for name, each in run.eval.sets.items():
+            if each.temperature > MAX_TEMPERATURE:
+                yield f"eval.sets.{name}.temperature={each.temperature:g}: vLLM samples at {MAX_TEMPERATURE:g} at most"
         yield from super().check(run)
 
 

@@ -300,6 +300,19 @@ async def test_an_adapter_travels_alone_where_engines_hold_the_weights() -> None
     await sync.close()
 
 
+async def test_an_evaluation_gets_the_weights_of_now_and_counts_no_version() -> None:
+    train, rollout = FakeTrain(), FakeRollout(1, 1)
+    sync = WeightSync(train, [rollout], timeout_s=20)  # type: ignore[arg-type, list-item]
+    await sync.sync()
+    train.tensors = weights(seed=5)
+    await sync.refresh()
+    assert sync.version == rollout.version == 1
+    assert all(torch.equal(rollout.got[0][name], tensor) for name, tensor in train.tensors.items())
+    await sync.sync()
+    assert sync.version == rollout.version == 2
+    await sync.close()
+
+
 @pytest.mark.parametrize("guilty", ["train", "rollout"])
 async def test_a_failed_sync_names_the_role_and_the_next_one_recovers(guilty: str) -> None:
     train, rollout = FakeTrain(), FakeRollout(2, 1)

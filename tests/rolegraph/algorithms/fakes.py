@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from rolegraph.algorithms.config import SelfTeacherConfig
+from rolegraph.algorithms.hooks import Hook
 from rolegraph.algorithms.scorers import Scorers
 from rolegraph.algorithms.teachers import SelfTeacher, Teachers
 from rolegraph.batch import Batch
@@ -61,6 +62,11 @@ class Telemetry:
         self.stages: list[tuple[str, int]] = []
         self.steps: list[tuple[int, dict[str, float]]] = []
         self.events: list[str] = []
+        self.offset = 0
+        self.evaluations: list[tuple[int, dict[str, float]]] = []
+        self.shown: list[Any] = []
+        self.earlier: dict[int, Mapping[str, float]] = {}
+        """Evaluations of an earlier part of the run."""
         self.phases: list[str] = []
         self.sampled: list[tuple[int, Batch]] = []
 
@@ -70,7 +76,21 @@ class Telemetry:
         yield
 
     def stage(self, name: str, steps: int, done: int = 0) -> None:
+        self.offset = sum(steps for _, steps in self.stages)
         self.stages.append((name, steps))
+
+    def in_log(self, step: int) -> int:
+        return self.offset + step
+
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
+        self.calls.append(f"log evaluation at {self.offset}")
+        self.evaluations.append((self.offset, dict(metrics)))
+
+    def logged(self, prefix: str) -> dict[int, Mapping[str, float]]:
+        return dict(self.earlier)
+
+    def tables(self, tables: Any) -> None:
+        self.shown += tables
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self.calls.append(f"log {step}")
@@ -94,6 +114,10 @@ class Sync:
     async def sync(self) -> float:
         self.version += 1
         self.calls.append(f"sync {self.version}")
+        return 0.0
+
+    async def refresh(self) -> float:
+        self.calls.append(f"refresh at {self.version}")
         return 0.0
 
 
@@ -329,6 +353,7 @@ class World:
         teacher_temperature: float | None = None,
         prm: Sequence[float | None] | None = None,
         orms: Mapping[str, Sequence[float | None]] | None = None,
+        hooks: Sequence[Hook] = (),
     ) -> None:
         """`teachers` are roles of their own; `teacher` the policy's weights that teach.
 
@@ -350,7 +375,7 @@ class World:
             telemetry=self.telemetry,
             sync=self.sync,
             turns=self.turns,
-            hooks=(),
+            hooks=tuple(hooks),
         )
         self.train, self.rollout = Train(self.calls), Rollout(self.calls, self.sync)
         self.orm = ORM(self.calls, rewards)

@@ -237,7 +237,6 @@ def faults(teacher: Any = None, rollout: bool = True, more: str = "", **options:
         ),
         ({"sft_alpha": 0.1}, "algorithm.sft_alpha=0.1 has no effect with lmbda=1"),
         ({"rollout": False}, "algorithm.lmbda=1 asks for samples: set rollout=vllm, or algorithm.lmbda=0"),
-        ({"lmbda": 0.0}, "rollout has nothing to do where algorithm.lmbda=0: set rollout=null"),
         (
             {"lmbda": 0.0, "rollout": False, "max_staleness": 1},
             "algorithm.max_staleness=1 has no effect with lmbda=0: remove it",

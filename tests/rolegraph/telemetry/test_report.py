@@ -30,6 +30,23 @@ def test_the_report_shows_each_stage_and_its_curves(tmp_path: Path) -> None:
     assert text.index("grpo: 3 steps") < text.index("sft: 1 steps"), "the main stage comes first"
 
 
+def test_evaluations_have_curves_over_all_stages(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.write(2, {"stage": "warm_start", "loss": 2.0})
+    log.write(2, {"stage": "eval", "eval/sums/pass@1": 0.125, "eval/sums/reward/null": 0.0, "eval/sums/x": None})
+    log.write(3, {"stage": "grpo", "loss": 1.0, "eval/sums/pass@1": 0.5, "eval/sums/reward/null": 0.0})
+    log.close()
+    path = write_report(tmp_path, "run")
+    assert path is not None
+    text = path.read_text()
+    assert "2 evaluations" in text
+    assert "eval: 1 steps" not in text, "an evaluation is no step"
+    assert text.count("<span>eval/sums/pass@1</span><span>0.125 → 0.5</span>") == 1
+    assert "The same in every evaluation: eval/sums/reward/null 0." in text
+    assert "<p>2 steps." in text
+    assert text.index("2 evaluations") < text.index("grpo: 1 steps")
+
+
 def test_no_steps_no_report(tmp_path: Path) -> None:
     assert write_report(tmp_path, "a run that failed before it had a log") is None
     MetricsLog(tmp_path / "metrics.jsonl").close()

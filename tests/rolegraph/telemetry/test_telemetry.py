@@ -65,6 +65,39 @@ def test_steps_count_on_over_stages(tmp_path: Path) -> None:
     assert [(row["step"], row["stage"]) for row in rows] == [(1, "sft"), (2, "sft"), (3, "grpo")]
 
 
+def test_an_evaluation_before_the_first_step_has_a_line_and_seconds_of_its_own(tmp_path: Path) -> None:
+    clock = Clock()
+    telemetry = Telemetry(tmp_path, loggers=["tensorboard"], clock=clock)
+    telemetry.stage("warm_start", 2)
+    telemetry.step(2, {})
+    telemetry.stage("grpo", 1)
+    with telemetry.phase("eval"):
+        clock.now += 3.0
+    assert (telemetry.in_log(0), telemetry.in_log(1)) == (2, 3)
+    telemetry.evaluated({"eval/sums/pass@1": 0.5, "eval/sums/reward/mean": float("nan")})
+    clock.now += 1.0
+    telemetry.step(1, {"eval/sums/pass@1": 0.75})
+    _, evaluated, step = read_metrics(tmp_path / "metrics.jsonl")
+    assert telemetry.steps == 3
+    found = telemetry.logged("eval/")
+    assert {number: metrics["eval/sums/pass@1"] for number, metrics in found.items()} == {2: 0.5, 3: 0.75}
+    telemetry.go_back(2)
+    assert list(telemetry.logged("eval/")) == [2], "it is not taken again"
+    telemetry.go_back(0)
+    assert telemetry.logged("eval/") == {}
+    telemetry.stage("grpo", 1)
+    telemetry.evaluated({"eval/sums/pass@1": 0.5})
+    telemetry.go_back(0)
+    assert telemetry.logged("eval/") == {}, "a run that begins anew evaluates anew"
+    telemetry.close()
+    assert (evaluated["step"], evaluated["stage"], evaluated["seconds/eval"]) == (2, "eval", 3.0)
+    assert (evaluated["eval/sums/pass@1"], evaluated["eval/sums/reward/mean"]) == (0.5, None)
+    assert (step["step"], step["stage"], step["seconds/step"], step["eval/sums/pass@1"]) == (3, "grpo", 1.0, 0.75)
+    assert "seconds/eval" not in step
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    assert events.read_bytes().count(b"eval/sums/pass@1") == 3
+
+
 def test_a_run_that_goes_on_keeps_what_its_earlier_part_left(tmp_path: Path) -> None:
     for part in range(3):
         telemetry = Telemetry(tmp_path, samples_every=1)
