@@ -12,14 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rolegraph.batch import Batch
-from rolegraph.losses.heads import Head
-from rolegraph.losses.projection import operands, precision, project
 from roles.train.metrics import gather_counts
 from roles.train.microbatch import plan_microbatches, tokens_that_fit
 from roles.train.options import RanksConfig
 from roles.train.packing import MicroBatch, collate, response_tokens, shared_prompts
 from roles.train.passes import Finish, Passes
-from roles.train.scoring import Shard, TokenScores, score_tokens
+from roles.train.scoring import Shard, TokenScores, head_logits, score_tokens
 from roles.train.teaching import score_columns, seen_by_teacher
 
 
@@ -62,7 +60,7 @@ class Forward:
         shard = Shard(columns=min(max(self.passes.vocab_size - first, 0), rows), first=first, group=group)
         scores = score_tokens(
             states,
-            partial(_logits, head),
+            partial(head_logits, head),
             micro.labels,
             shard,
             topk=topk,
@@ -126,11 +124,3 @@ class Forward:
             self._slots += micro.input_ids.numel()
             self._tokens += micro.tokens
             yield micro.to(self.passes.device)
-
-
-def _logits(head: Head, states: Tensor) -> Tensor:
-    """[tokens, rows of the head] in float32."""
-    states, matrix = operands(states, head.weight)
-    out = states.new_empty(len(states), len(matrix), dtype=precision(states))
-    logits = project(states, matrix, out, scale=head.scale, bias=head.bias)
-    return logits if head.soft_cap is None else head.soft_cap * torch.tanh(logits / head.soft_cap)

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, UntypedStorage
 
 from rolegraph.errors import TurnError
-from roles.train.model import Model, Policy
+
+if TYPE_CHECKING:
+    from roles.train.model import Model, Policy
 
 _log = logging.getLogger(__name__)
 
@@ -25,6 +27,19 @@ BLOCK_BYTES = 2**28
 """Host memory is taken in blocks: torch rounds pinned memory up to a power of two, which would double large buffers."""
 SMALL_BYTES = 4096
 """Smaller storages (step counters) stay: their bytes are not worth a copy each."""
+
+
+PARTS = ("model", "gradients", "optimizer")
+Held = Mapping[str, Iterable[Tensor]]
+"""The tensors of each part; one that several have belongs to the first of them."""
+
+
+class OnDevice(Protocol):
+    """A model that has a device."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
 
 
 class _Held(NamedTuple):
@@ -107,13 +122,15 @@ class Offload:
     never happen: a computation that reads a storage without memory; `need` comes before each.
     """
 
-    def __init__(self, model: Model, *, moves: bool) -> None:
+    def __init__(self, model: OnDevice, *, moves: bool, held: Callable[[Any], Held] | None = None) -> None:
+        """`held` tells which tensors of the model each part has; null: those of a model of Megatron's."""
         self._model = model
+        self._held = held or _held_by_megatron
         self._moves = moves
         self._away: set[str] = set()
         self._told = False
         pinned = model.device.type == "cuda"
-        self._shelves = {part: Shelf(pinned=pinned) for part in ("model", "optimizer", "gradients")}
+        self._shelves = {part: Shelf(pinned=pinned) for part in PARTS}
 
     def give(self, *, model: bool, optimizer: bool) -> int:
         """Free these parts, and the gradients with either; returns bytes. What is away already stays away."""
@@ -162,13 +179,8 @@ class Offload:
 
     def _storages(self) -> dict[str, list[UntypedStorage]]:
         """The storages of each part that have memory, each storage once: those of weights are the model's."""
-        model, seen = self._model, set[int]()
-        device = model.device.type
-        return {
-            "model": list(_distinct(_weights(model), device, seen)),
-            "gradients": list(_distinct((buffer.grad_data for buffer in _buffers(model)), device, seen)),
-            "optimizer": list(_distinct(_optimizer_state(model), device, seen)),
-        }
+        seen, held = set[int](), self._held(self._model)
+        return {part: list(_distinct(held[part], self._model.device.type, seen)) for part in PARTS}
 
 
 def _distinct(tensors: Iterable[Tensor], device: str, seen: set[int]) -> Iterator[UntypedStorage]:
@@ -180,27 +192,41 @@ def _distinct(tensors: Iterable[Tensor], device: str, seen: set[int]) -> Iterato
         yield storage
 
 
+def _held_by_megatron(model: Any) -> Held:
+    return {
+        "model": _weights(model),
+        "gradients": (buffer.grad_data for buffer in _buffers(model)),
+        "optimizer": _optimizer_state(model),
+    }
+
+
+def _policy(model: Model) -> Policy | None:
+    """The model, if it is trained."""
+    return cast("Policy", model) if hasattr(model, "optimizer") else None
+
+
 def _buffers(model: Model) -> Iterator[Any]:
     """What Megatron packs weights and gradients into."""
-    if isinstance(model, Policy):
-        yield from model.runs.buffers
-        yield from model.runs.expert_parallel_buffers
+    if policy := _policy(model):
+        yield from policy.runs.buffers
+        yield from policy.runs.expert_parallel_buffers
 
 
 def _weights(model: Model) -> Iterator[Tensor]:
     yield from (buffer.param_data for buffer in _buffers(model) if buffer.param_data is not None)
     yield from model.model.parameters()
     yield from model.model.buffers()
-    if isinstance(model, Policy):
-        yield from (model.reference or {}).values()
-        yield from (model.average or {}).values()
+    if policy := _policy(model):
+        yield from (policy.reference or {}).values()
+        yield from (policy.average or {}).values()
 
 
 def _optimizer_state(model: Model) -> Iterator[Tensor]:
     """Main weights, where the model's have less precision, and moments."""
-    if not isinstance(model, Policy):
+    policy = _policy(model)
+    if policy is None:
         return
-    for part in getattr(model.optimizer, "chained_optimizers", [model.optimizer]):
+    for part in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
         if part.optimizer is None:
             continue
         for group in part.optimizer.param_groups:

@@ -73,7 +73,7 @@ class Learner(Passes):
 
     @abstractmethod
     def head_of(self, weights: PolicyWeights) -> Head:
-        """The head of one of the policy's sets of weights, without gradient, in `dtype`; last stage only.
+        """The head of a set of weights that the policy keeps, in `dtype`; last stage only, all of its ranks together.
 
         Raises RoleGraphError where that set is not kept.
         """

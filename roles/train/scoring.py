@@ -9,6 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rolegraph.losses.heads import Head
+from rolegraph.losses.projection import operands, precision, project
+
 CHUNK_BYTES = 256 * 2**20
 """Logits held at a time."""
 
@@ -44,6 +47,14 @@ class Shard:
     first: int = 0
     """The token of this rank's first column."""
     group: dist.ProcessGroup | None = None
+
+
+def head_logits(head: Head, states: Tensor) -> Tensor:
+    """[tokens, rows of the head] in float32, of states [tokens, h]; without gradient."""
+    states, matrix = operands(states, head.weight)
+    out = states.new_empty(len(states), len(matrix), dtype=precision(states))
+    logits = project(states, matrix, out, scale=head.scale, bias=head.bias)
+    return logits if head.soft_cap is None else head.soft_cap * torch.tanh(logits / head.soft_cap)
 
 
 @torch.no_grad()

@@ -18,9 +18,10 @@ from torch import Tensor
 from rolegraph.batch import Batch
 from rolegraph.errors import ConfigError, RoleGraphError
 from rolegraph.interfaces import HeadInfo, PolicyWeights
+from rolegraph.losses.heads import Head
 from rolegraph.losses.types import Loss, LossOutput, Stat, States, Steps, TokenBatch, Totals
 from roles.train.forward import Forward
-from roles.train.logprob import linear_logprobs
+from roles.train.head_logprobs import head_logprobs
 from roles.train.metrics import gather_counts, reduce_over, reduce_stats
 from roles.train.options import TrainConfig
 from roles.train.packing import MicroBatch, per_token_column, response_tokens
@@ -50,6 +51,7 @@ class Trainer(Forward):
         self.steps = 0
         """Optimizer steps taken since the start or the last reset."""
         self._teacher_head: TeacherHead | PolicyWeights | None = None
+        self._kept_head: TeacherHead | None = None
 
     # ----- training -----
 
@@ -64,6 +66,7 @@ class Trainer(Forward):
         )
         if self.passes.last_stage:
             batch = self._prepare(batch, loss, totals)
+        self._kept_head = self._gather_kept_head(batch)
         # Every rank has as many micro-batches, so that these weights add up to 1 and the metric is the plain sum.
         share = torch.tensor(1.0 / (len(plan.rows) * self.passes.data_group.size()), dtype=torch.float64, device=device)
         finish = partial(self._loss, batch, loss=loss, temperature=temperature, totals=totals, share=share)
@@ -191,6 +194,20 @@ class Trainer(Forward):
             first = rows * (0 if group is None else group.rank())
             self._teacher_head = teacher_head(head.slice(first, first + rows), info, first, self.passes.device)
 
+    def _gather_kept_head(self, batch: Batch) -> TeacherHead | None:
+        """The head of those weights of the policy that taught these rows, unless they are the ones of now.
+
+        Ranks may have to gather it together, so that it is not left to a micro-batch, which may have no rows.
+        """
+        own = self._teacher_head
+        if not isinstance(own, str) or own == "current" or "teacher_hidden" not in batch:
+            return None
+        return self._as_teacher(self.passes.head_of(own)) if self.passes.last_stage else None
+
+    def _as_teacher(self, head: Head) -> TeacherHead:
+        head, dtype = replace(head, weight=head.weight.detach()), str(self.passes.dtype).removeprefix("torch.")
+        return TeacherHead(head, HeadInfo(self.passes.vocab_size, head.weight.shape[1], dtype))
+
     def _own_states(self, states: Tensor, temperature: float) -> States:
         return States(states, self.passes.head(), self.passes.vocab_size, temperature, self.passes.vocab_group)
 
@@ -204,8 +221,7 @@ class Trainer(Forward):
                 "the rows have the teacher's hidden states, and nobody gave its head: use_teacher_head()"
             )
         if isinstance(own, str):
-            head, dtype = self.passes.head_of(own), str(self.passes.dtype).removeprefix("torch.")
-            own = TeacherHead(head, HeadInfo(self.passes.vocab_size, head.weight.shape[1], dtype))
+            own = self._kept_head or self._as_teacher(self.passes.head())
         rows = batch.select(["uid", "response_ids", "teacher_hidden"]).take(micro.index).fetch_sync()
         hidden = teacher_states(rows, own.info).to(self.passes.device)
         return States(hidden, own.head, own.info.vocab_size, temperature)
@@ -234,9 +250,9 @@ class Trainer(Forward):
         self, micro: MicroBatch, states: Tensor, temperature: float, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities (and entropies) of the response tokens, [tokens], from states [tokens, h]."""
-        return linear_logprobs(
+        return head_logprobs(
             states,
-            self.passes.head().weight,
+            self.passes.head(),
             micro.labels,
             temperature=temperature,
             vocab_size=self.passes.vocab_size,
