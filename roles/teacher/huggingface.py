@@ -14,6 +14,7 @@ from rolegraph.errors import ConfigError
 from rolegraph.interfaces import HeadInfo, TeacherRole
 from rolegraph.role import endpoint
 from roles.frozen import FrozenModel
+from roles.logits import head_rule, mismatch, probe
 from roles.teacher.config import HuggingFaceTeacherConfig
 
 if TYPE_CHECKING:
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
     from roles.train.scoring import TokenScores
 
 _log = logging.getLogger(__name__)
-
-SCALES = {"logit_scale": 1.0, "logits_scaling": -1.0}
-"""Config fields that scale logits, and the power to which they do (Cohere multiplies, Granite divides)."""
 
 
 class HuggingFaceTeacher(TeacherRole):
@@ -48,18 +46,14 @@ class HuggingFaceTeacher(TeacherRole):
         self._model: Any = self._frozen.model
         self._body = self._model.get_decoder()
         self._keeps_cache = "use_cache" in inspect.signature(self._body.forward).parameters
-        hf = self._model.config.get_text_config()
-        head = self._model.get_output_embeddings()
-        scale = 1.0
-        for name, power in SCALES.items():
-            scale *= float(getattr(hf, name, None) or 1.0) ** power
+        head, rule = self._model.get_output_embeddings(), head_rule(self._model)
         self._head: Any = head
         self._info = HeadInfo(
             vocab_size=int(head.weight.shape[0]),
             hidden_size=int(head.weight.shape[1]),
             dtype="bfloat16" if self._frozen.dtype == "bfloat16" else "float32",
-            scale=scale,
-            soft_cap=getattr(hf, "final_logit_softcapping", None),
+            scale=rule.scale,
+            soft_cap=rule.soft_cap,
         )
         self._check_head()
 
@@ -143,14 +137,13 @@ class HuggingFaceTeacher(TeacherRole):
         """Compare a projected sequence with the model's own logits."""
         import torch
 
-        ids = torch.arange(8)[None] % self._info.vocab_size
-        mask, positions = torch.ones_like(ids), torch.arange(8)[None]
+        ids = probe(self._info.vocab_size)
+        mask, positions = torch.ones_like(ids), torch.arange(ids.shape[1])[None]
         device = self._model.get_input_embeddings().weight.device
         with torch.no_grad():
-            theirs = self._model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits.float()
-        ours = self._logits(self._states(ids, mask, positions)[0]).to(theirs.device)
-        error = float((theirs[0] - ours).abs().max())
-        if error > 0.02 * (1.0 + float(theirs.abs().max())):
+            theirs = self._model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits[0]
+        error = mismatch(theirs, self._logits(self._states(ids, mask, positions)[0]).to(theirs.device))
+        if error is not None:
             raise ConfigError(
                 f"teacher.model={self.config.model}: its logits are not a projection of its last hidden states (they "
                 f"differ by {error:.3g}), and nothing here knows what else {type(self._model).__name__} does to them: "
