@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from roles.train.options import RanksConfig, TrainConfig
 
@@ -146,3 +146,35 @@ class MegatronTrainConfig(MegatronModelConfig, TrainConfig):
 
     use_distributed_optimizer: bool = True
     """Shard optimizer state over the data-parallel ranks."""
+
+
+@dataclass
+class HuggingFaceTrainConfig(TrainConfig):
+    """What `train` takes on transformers: any causal model, its weights shared by all ranks (FSDP2).
+
+    `padding_free`: null packs where flash-attention is used, which skips what lies between rows; other attention would
+    compute it, and there rows are padded on the right, which causal attention never looks at.
+    """
+
+    lora_modules: ClassVar[Sequence[str] | None] = None
+
+    attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] | None = None
+    """As transformers calls it; null: flash_attention_2 where it is installed beside a GPU, else its own choice."""
+    gradient_checkpointing: bool = False
+    """Compute each layer again in the backward pass instead of keeping what it needs."""
+    reduce_each_micro_batch: bool = False
+    """Ranks add up gradients after each micro-batch, and each keeps its share of them alone, instead of all until the
+    last one: less memory (4 bytes a weight), more traffic."""
+
+    @property
+    def uses_padding_free(self) -> bool:
+        """`padding_free` as far as it goes without looking at the installation."""
+        return bool(self.padding_free)
+
+    def _conflicts(self) -> list[str]:
+        found = super()._conflicts()
+        if self.tuner_type == "lora":
+            found.append("train.tuner_type=lora is not built for train=huggingface: set it to full, or train=megatron")
+        if self.padding_free and self.attention == "eager":
+            found.append("train.padding_free=true with train.attention=eager computes whole squares: drop one of both")
+        return found

@@ -1,0 +1,294 @@
+"""A causal model of transformers whose weights ranks share (FSDP2), and all that belongs to training it."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import is_flash_attn_2_available
+
+from rolegraph.errors import ConfigError, RoleGraphError
+from rolegraph.interfaces import PolicyWeights
+from rolegraph.role import RoleContext
+from roles.logits import HeadRule, head_rule
+from roles.train import process_group
+from roles.train.config import HuggingFaceTrainConfig
+
+_log = logging.getLogger(__name__)
+
+
+class Root(nn.Module):
+    """The outermost sharded module: inside its forward the embeddings, the last norm and the head are whole.
+
+    So the head is applied there, to response positions alone, and its gradient leaves with those of the embeddings.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Mapping[str, Any], finish: Callable[[Tensor], Any]) -> Any:
+        """What `finish` makes of the states after the last norm, [batch, seq, hidden]."""
+        decoder: Any = self.causal.get_decoder()
+        return finish(decoder(**inputs).last_hidden_state)
+
+    @property
+    def causal(self) -> Any:
+        """The model of transformers, without what adapts it."""
+        return self.model
+
+
+@dataclass
+class HFPolicy:
+    """The model under training on this rank: its shard of each weight, as a DTensor cut along the first dimension."""
+
+    root: Root
+    source: str
+    """The Hugging Face folder it came from."""
+    dtype: torch.dtype
+    """What the model computes in; the weights that are trained are float32."""
+    device: torch.device
+    rule: HeadRule
+    packed: bool
+    """Rows of a micro-batch are packed."""
+    optimizer: torch.optim.AdamW
+    reference: dict[str, Tensor] | None = None
+    """This rank's shards of the second set of weights, by parameter name."""
+    average: dict[str, Tensor] | None = None
+    """The same of the moving average of the weights."""
+
+    @property
+    def model(self) -> Any:
+        """The model of transformers."""
+        return self.root.causal
+
+    def shards(self) -> dict[str, Tensor]:
+        """This rank's part of each weight, by parameter name; tied ones once."""
+        return {name: local(param) for name, param in self.model.named_parameters()}
+
+    @torch.no_grad()
+    def save_reference(self) -> None:
+        """Copy the weights of now."""
+        if self.reference is None:
+            self.reference = {name: torch.empty_like(shard) for name, shard in self.shards().items()}
+        for name, shard in self.shards().items():
+            self.reference[name].copy_(shard)
+
+    @torch.no_grad()
+    def update_average(self, decay: float) -> None:
+        """average = decay * average + (1 - decay) * weights; the first call begins with the weights of now."""
+        if self.average is None:
+            self.average = {name: shard.clone() for name, shard in self.shards().items()}
+            return
+        shards = self.shards()
+        torch._foreach_lerp_(list(self.average.values()), [shards[name] for name in self.average], 1.0 - decay)
+
+    @contextmanager
+    def holding(self, weights: PolicyWeights) -> Iterator[None]:
+        """Inside, the model computes with the weights of now, of the start, or their average.
+
+        Raises RoleGraphError where those are not kept.
+        """
+        kept = self._kept(weights)
+        if kept is None:
+            yield
+            return
+        try:
+            self._swap(kept)
+            yield
+        finally:
+            self._swap(kept)
+
+    def head_of(self, weights: PolicyWeights) -> Tensor:
+        """The whole output weight of a set that is kept, in the type the model computes in; all ranks gather it.
+
+        Raises RoleGraphError where it is not kept.
+        """
+        kept, weight = self._kept(weights), self.model.get_output_embeddings().weight
+        if kept is None:
+            return whole(weight).detach().to(self.dtype)
+        name = next(name for name, param in self.model.named_parameters() if param is weight)
+        return whole(like(weight, kept[name])).to(self.dtype)
+
+    def reshard(self) -> None:
+        """Let go of gathered weights, which a change of the shards would leave as they were."""
+        for module in self.root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    @torch.no_grad()
+    def _swap(self, kept: dict[str, Tensor]) -> None:
+        """Exchange contents: FSDP holds views of the shards, so they stay where they are."""
+        self.reshard()
+        for name, shard in self.shards().items():
+            before = shard.clone()
+            shard.copy_(kept[name])
+            kept[name].copy_(before)
+
+    def _kept(self, weights: PolicyWeights) -> dict[str, Tensor] | None:
+        """Null for the weights of now."""
+        if weights == "current":
+            return None
+        kept = self.reference if weights == "initial" else self.average
+        if kept is None:
+            raise RoleGraphError(
+                "no reference weights are kept: set train.reference=initial, or call save_reference() first"
+                if weights == "initial"
+                else "no average of the weights is kept: call average_weights() first"
+            )
+        return kept
+
+
+def held(policy: HFPolicy) -> dict[str, Iterable[Tensor]]:
+    """The tensors that a rank holds between two steps, by the names under which they move."""
+    kept = [*(policy.reference or {}).values(), *(policy.average or {}).values()]
+    states = [value for state in policy.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    return {
+        "model": [*map(local, policy.root.parameters()), *policy.root.buffers(), *kept],
+        "gradients": [local(param.grad) for param in policy.root.parameters() if param.grad is not None],
+        "optimizer": [local(state) for state in states],
+    }
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, gathered by all ranks."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def like(sharded: Tensor, shard: Tensor) -> Tensor:
+    """This rank's `shard` of a tensor that is cut as `sharded` is."""
+    if not isinstance(sharded, DTensor):
+        return shard
+    return DTensor.from_local(
+        shard,
+        sharded.device_mesh,
+        sharded.placements,
+        run_check=False,
+        shape=sharded.shape,
+        stride=sharded.stride(),
+    )
+
+
+def build_policy(config: HuggingFaceTrainConfig, context: RoleContext) -> HFPolicy:
+    """Join the process group, load the model, and shard it.
+
+    Raises ConfigError where config, model and installation do not fit.
+    """
+    if found := config.problems():
+        raise ConfigError("; ".join(found))
+    on_gpu = context.device == "cuda"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    dtype = {"auto": torch.bfloat16 if on_gpu else torch.float32}.get(config.dtype) or getattr(torch, config.dtype)
+    _log.info("computing in %s on %s", str(dtype).removeprefix("torch."), device)
+    process_group.join(context)
+    model = _load(config, on_gpu)
+    root = _shard(Root(model), dtype, device)
+    policy = HFPolicy(
+        root=root,
+        source=config.folder,
+        dtype=dtype,
+        device=device,
+        rule=head_rule(model),
+        packed=_packs(config, model),
+        optimizer=_optimizer(config, model),
+    )
+    if config.reference == "initial":
+        policy.save_reference()
+    return policy
+
+
+def _load(config: HuggingFaceTrainConfig, on_gpu: bool) -> Any:
+    """The whole model in host memory, in the type of the checkpoint; nothing in it draws random numbers."""
+    settings = AutoConfig.from_pretrained(config.folder)
+    for name, value in settings.to_dict().items():
+        if "drop" in name and isinstance(value, float):
+            setattr(settings, name, 0.0)  # a ratio of two passes would tell of the noise, not of the policy
+    attention = config.attention
+    if attention is None and on_gpu and is_flash_attn_2_available():
+        attention = "flash_attention_2"
+    chosen = {} if attention is None else {"attn_implementation": attention}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(config.folder, config=settings, dtype="auto", **chosen)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"train=huggingface cannot load {config.folder}: {error}") from error
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    if config.gradient_checkpointing:
+        if not model.supports_gradient_checkpointing:
+            raise ConfigError(
+                f"{type(model).__name__} has no gradient checkpointing: set train.gradient_checkpointing=false"
+            )
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def _packs(config: HuggingFaceTrainConfig, model: Any) -> bool:
+    """Whether rows are packed: by default where attention knows where each ends, and skips what lies between."""
+    if config.padding_free is not None:
+        return config.padding_free
+    return str(model.config._attn_implementation).startswith("flash_attention")
+
+
+def _shard(root: Root, dtype: torch.dtype, device: torch.device) -> Root:
+    """Cut every layer, and what is outside of the layers, over all ranks; trained weights become float32."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
+    layers = list(_layers(root.causal))
+    for module in (*layers, root):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+        # Losses are shares of a global sum, so gradients are added up, not averaged.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    # An expert that no token of a rank went to still has to reach the reduction.
+    root.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
+    if any(param.dtype != torch.float32 for param in root.parameters()):
+        root.float()
+    return root
+
+
+def _layers(model: Any) -> Iterator[Any]:
+    """The modules that transformers itself would not spread over devices: decoder layers."""
+    names = set(model._no_split_modules or ())
+    found = [module for module in model.modules() if type(module).__name__ in names]
+    if not found:
+        lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+        found = max(lists, key=len, default=[])
+    inner = {id(child) for module in found for child in module.modules() if child is not module}
+    return (module for module in found if id(module) not in inner)
+
+
+def _optimizer(config: HuggingFaceTrainConfig, model: nn.Module) -> torch.optim.AdamW:
+    """AdamW; only matrices decay."""
+    trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    matrices = [param for name, param in trained if param.dim() > 1 and not name.endswith("bias")]
+    others = [param for name, param in trained if param.dim() <= 1 or name.endswith("bias")]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_eps,
+        fused=True,
+    )
+
+
+def takes_cache(model: Any) -> bool:
+    """Whether the decoder has a key-value cache to be switched off."""
+    return "use_cache" in inspect.signature(model.get_decoder().forward).parameters
