@@ -8,7 +8,7 @@ from typing import Any
 
 from rolegraph.config.schema import RunConfig
 from rolegraph.needs import PhaseNeed, Use, kind_of, table_of, woken
-from rolegraph.placement.memory import HEAD_BUDGET, Engine, Holder, Trainer
+from rolegraph.placement.memory import HEAD_BUDGET, Engine, Holder, Sharded, Trainer
 from rolegraph.placement.shares import MOVABLE
 from rolegraph.role import family
 
@@ -105,11 +105,15 @@ def _trainer_knob(config: Any, use: Use, trainer: Trainer, over: int, takes: str
             return f"{takes}: lower {role}.micro_batch_size ({config.rows_per_micro_batch})"
         if config.max_tokens_per_micro_batch is not None and tokens > trainer.tokens / 8:
             return f"{takes}: lower {role}.max_tokens_per_micro_batch ({trainer.tokens}) to about {tokens}"
+        if isinstance(trainer, Sharded):
+            return _sharded_knob(use, trainer, takes)
         if not trainer.recompute:
             return f"{takes}: set {role}.megatron={{recompute_granularity: full, recompute_method: uniform, " + (
                 "recompute_num_layers: 1}"
             )
         return f"{takes}: raise {role}.tensor_model_parallel_size ({trainer.tensor})"
+    if isinstance(trainer, Sharded):
+        return _sharded_knob(use, trainer, takes)
     if use.part == "optimizer":
         if not trainer.distributed_optimizer and trainer.data > 1:
             return f"{takes}: set {role}.use_distributed_optimizer=true"
@@ -117,3 +121,12 @@ def _trainer_knob(config: Any, use: Use, trainer: Trainer, over: int, takes: str
             return f"{takes}: raise {role}.gpus, whose data-parallel ranks divide it ({trainer.data})"
     keys = f"{role}.tensor_model_parallel_size ({trainer.tensor}) or {role}.pipeline_model_parallel_size"
     return f"{takes}: raise {keys} ({trainer.pipeline})"
+
+
+def _sharded_knob(use: Use, trainer: Sharded, takes: str) -> str:
+    """Of a trainer whose ranks share all state, beside the size of a micro-batch."""
+    if use.part == "activations" and not trainer.recompute:
+        return f"{takes}: set {use.role}.gradient_checkpointing=true"
+    if use.part == "gradients" and trainer.micro_batches > 1 and not trainer.reduces_each:
+        return f"{takes}: set {use.role}.reduce_each_micro_batch=true"
+    return f"{takes}: raise {use.role}.gpus, which share it ({trainer.data})"

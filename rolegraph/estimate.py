@@ -18,7 +18,7 @@ from rolegraph.config.schema import RunConfig
 from rolegraph.models.architecture import Architecture, UnknownArchitectureError, architecture, read_config
 from rolegraph.needs import DeviceNeed, Estimate, bound_roles, phases_of
 from rolegraph.placement import Inventory, Plan, Slot
-from rolegraph.placement.memory import FULL_PRECISION, USABLE, Copy, Engine, Holder, Trainer
+from rolegraph.placement.memory import FULL_PRECISION, USABLE, Copy, Engine, Holder, Sharded, Trainer
 
 GPU_STEP_TOKENS = 8192
 """Tokens of an engine step on GPUs where `max_num_batched_tokens` is not given."""
@@ -49,6 +49,8 @@ def _holder(run: RunConfig, role: str, sizes: Architecture, slots: Sequence[Slot
     width = FULL_PRECISION if config.dtype == "float32" or (config.dtype == "auto" and not on_gpu) else 2
     if _has(config, TRAINER_KEYS):
         return _trainer(run, config, sizes, slots[0], width)
+    if _has(config, SHARDED_KEYS):
+        return _sharded(run, config, sizes, slots[0], width)
     need = room(run, role)
     longest = run.data.max_length if need is None else need.tokens
     if _has(config, ENGINE_KEYS):
@@ -67,7 +69,9 @@ TRAINER_KEYS = (
     "reference",
     "megatron",
 )
-"""Attributes of a config by which a role counts as a trainer here; the ones of an engine follow, others are copies."""
+"""Attributes of a config by which a role counts as a trainer here; the ones of a trainer whose ranks share all state
+and of an engine follow, others are copies."""
+SHARDED_KEYS = ("reference", "gradient_checkpointing", "reduce_each_micro_batch")
 ENGINE_KEYS = ("max_num_seqs", "gpu_memory_utilization", "kv_cache_bytes")
 
 
@@ -77,27 +81,42 @@ def _has(config: Any, keys: Sequence[str]) -> bool:
 
 def _trainer(run: RunConfig, config: Any, sizes: Architecture, slot: Slot, width: int) -> Trainer:
     mesh = slot.mesh
-    longest = context_length(run) or run.data.max_length
-    on_rank = math.ceil(getattr(run.algorithm.config, "global_batch_size", 1) / mesh.dp)
-    rows = min(getattr(config, "rows_per_micro_batch", None) or on_rank, on_rank)
-    tokens = min(rows * longest, getattr(config, "max_tokens_per_micro_batch", None) or rows * longest)
     return Trainer(
-        model=sizes,
-        width=width,
-        tokens=tokens,
-        micro_batches=math.ceil(on_rank * longest / tokens),
         tensor=mesh.tp,
         pipeline=mesh.pp,
         context=mesh.cp,
         expert=mesh.ep,
-        data=mesh.dp,
         vocabulary_multiple=mesh.tp * (128 if slot.device == "cuda" else 1),
         sequence_parallel=bool(config.uses_sequence_parallel),
         distributed_optimizer=bool(config.use_distributed_optimizer),
-        reference=config.reference is not None,
-        average=any(getattr(spec.config, "weights", None) == "average" for spec in bound_roles(run)),
         recompute=config.megatron.get("recompute_granularity") == "full",
+        **_training(run, config, sizes, mesh.dp, width),
     )
+
+
+def _sharded(run: RunConfig, config: Any, sizes: Architecture, slot: Slot, width: int) -> Sharded:
+    return Sharded(
+        recompute=bool(config.gradient_checkpointing),
+        reduces_each=bool(config.reduce_each_micro_batch),
+        **_training(run, config, sizes, slot.mesh.dp, width),
+    )
+
+
+def _training(run: RunConfig, config: Any, sizes: Architecture, data: int, width: int) -> dict[str, Any]:
+    """What any trainer's memory depends on, with `data` data-parallel ranks."""
+    longest = context_length(run) or run.data.max_length
+    on_rank = math.ceil(getattr(run.algorithm.config, "global_batch_size", 1) / data)
+    rows = min(getattr(config, "rows_per_micro_batch", None) or on_rank, on_rank)
+    tokens = min(rows * longest, getattr(config, "max_tokens_per_micro_batch", None) or rows * longest)
+    return {
+        "model": sizes,
+        "width": width,
+        "tokens": tokens,
+        "micro_batches": math.ceil(on_rank * longest / tokens),
+        "data": data,
+        "reference": config.reference is not None,
+        "average": any(getattr(spec.config, "weights", None) == "average" for spec in bound_roles(run)),
+    }
 
 
 def _engine(config: Any, sizes: Architecture, slot: Slot, width: int, longest: int, memory: int | None) -> Engine:

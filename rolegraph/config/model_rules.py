@@ -92,7 +92,7 @@ def _room_in_training(run: RunConfig, role: str) -> Room | None:
 def positions_suffice(run: RunConfig) -> Iterator[str]:
     """The model tells apart as many positions as the longest row has tokens."""
     told: set[str] = set()
-    for role, sizes in _sizes(run, (*SPREAD, "max_model_len")):
+    for role, sizes in _sizes(run, (*SPREAD, "max_model_len", "lr_schedule")):
         most = positions(sizes)
         if most is None:
             continue

@@ -26,6 +26,11 @@ into its last matrix. It is the counting of Korthikanti et al. 2022 (arXiv 2205.
 the layer whose gradient is being computed. The last stage keeps at most `budget` bytes of softmax, the rest comes anew.
 With full recomputation A shrinks to h / s for all but one layer. A forward pass alone keeps nothing: 2 A for L A.
 
+Where ranks share all state (FSDP2, train=huggingface), each of d holds 4 P / d of weights, whatever w is, of the
+reference and of the average, 8 P / d of moments, and 4 P of gradients, P being all parameters: / d where a step has one
+micro-batch, or each is reduced at once. While it computes it also has, in w, two gathered layers and what is outside of
+the layers; a layer of transformers keeps 4 h + n + 2 q + 2 k + f more than A, as its operators are not fused.
+
 An engine's rank holds its weights (matrices and experts / t), a KV cache of 2 w layers max(k / t, one head) a token,
 and room for a step's widest layer and for the logits of all samples, w B (4 h + (2 q + 2 k + 3 f) / t) + 8 N V, for B
 tokens a step and N samples. The cache takes what the engine's share of the device leaves; where that is not known, the
@@ -148,6 +153,42 @@ class Trainer:
     def largest_stage(self) -> int:
         """The pipeline stage whose ranks need the most memory in a training step."""
         return max(range(self.pipeline), key=lambda stage: sum(self.state(stage).values()) + self.activations(stage))
+
+
+@dataclass(frozen=True)
+class Sharded(Trainer):
+    """A trainer whose ranks, `data` of them, share all state (FSDP2)."""
+
+    reduces_each: bool = False
+    """Gradients are reduced after each micro-batch."""
+
+    def state(self, stage: int) -> dict[str, int]:
+        """What a rank holds between two steps."""
+        count, ranks = self.model.parameters, self.data
+        found = {
+            "weights": 4 * count // ranks,
+            "gradients": 4 * count // (ranks if self.reduces_each or self.micro_batches <= 1 else 1),
+            "optimizer": 8 * count // ranks,
+        }
+        if self.reference:
+            found["reference"] = 4 * count // ranks
+        if self.average:
+            found["average"] = 4 * count // ranks
+        return found
+
+    def layer(self) -> float:
+        """Elements that a layer keeps of a token for its backward pass."""
+        model = self.model
+        inner = model.intermediate_size * max(model.num_experts_per_tok, 1)
+        normed = model.query_size + model.kv_size if model.qk_norm else 0
+        return super().layer() + 4 * model.hidden_size + normed + 2 * (model.query_size + model.kv_size) + inner
+
+    def activations(self, stage: int, *, backward: bool = True) -> int:
+        """Bytes of a rank's activations at their peak, and of the weights that are gathered then."""
+        layers = self.model.num_hidden_layers
+        outside = self.model.parameters - layers * self.model.layer_parameters()
+        gathered = outside + min(2, layers) * self.model.layer_parameters()
+        return super().activations(stage, backward=backward) + self.width * gathered
 
 
 @dataclass(frozen=True)
