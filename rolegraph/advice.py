@@ -23,7 +23,13 @@ def size(count: int) -> str:
 
 
 def notes(role: str, holder: Holder) -> Iterator[str]:
-    """How many samples a cache holds at once, where that follows from the device."""
+    """What of a model is trained, where not all of it is, and how many samples a cache holds at once."""
+    if isinstance(holder, Trainer) and holder.adapter_rank:
+        adapters, whole = holder.adapter_parameters(), sum(holder.parameters(0))
+        yield (
+            f"{role}: trains adapters of rank {holder.adapter_rank} ({', '.join(holder.adapter_targets)}), "
+            f"{adapters / 1e6:.3g} M parameters a rank beside {whole / 1e6:.3g} M that stay"
+        )
     if isinstance(holder, Engine) and (holder.share_bytes is not None or holder.cache_bytes is not None):
         fits = holder.parts()["kv_cache"] // holder.sequence()
         if fits < holder.max_seqs:

@@ -108,8 +108,11 @@ def _training(run: RunConfig, config: Any, sizes: Architecture, data: int, width
     on_rank = math.ceil(getattr(run.algorithm.config, "global_batch_size", 1) / data)
     rows = min(getattr(config, "rows_per_micro_batch", None) or on_rank, on_rank)
     tokens = min(rows * longest, getattr(config, "max_tokens_per_micro_batch", None) or rows * longest)
+    adapter = getattr(config, "adapter", None)
     return {
         "model": sizes,
+        "adapter_rank": adapter.rank if adapter else 0,
+        "adapter_targets": adapter.targets if adapter else (),
         "width": width,
         "tokens": tokens,
         "micro_batches": math.ceil(on_rank * longest / tokens),
@@ -191,4 +194,9 @@ def _on_cpus(run: RunConfig, plan: Plan, inventory: Inventory, holders: Mapping[
         where = names[0] if len(names) == 1 else f"each of {len(names)} machines"
         roles = tuple(role for role, _ in ranks)
         found = tuple(warnings(run, phases, memory, memory, holders, shared=False))
-        yield DeviceNeed(roles, f"{where} with {', '.join(roles)}", tuple(names), memory, memory, phases, (), found)
+        trained = tuple(
+            note for role in roles if isinstance(holders[role], Trainer) for note in notes(role, holders[role])
+        )
+        yield DeviceNeed(
+            roles, f"{where} with {', '.join(roles)}", tuple(names), memory, memory, phases, trained, found
+        )

@@ -14,6 +14,10 @@ vocabulary padded to a multiple of t, on the first stage; the head, or a copy of
     average      4 P                              where a moving average of the weights teaches
     activations  w T (L A + 2 A + 2 h / s) + min(budget, 4 T V / t)
 
+Where adapters are trained (LoRA), P of the gradients, the optimizer and the average are their parameters alone, the
+weights hold them as well, and the reference is the model without them: r (in + out / t) for a module of rank r, whose
+cut side is the one that ranks share of its matrix.
+
 T is the tokens of a micro-batch / c; L the layers of the stage times the micro-batches it has in flight (p - stage in
 the 1F1B schedule, no more than there are); A the elements that a layer keeps of a token for the backward pass:
 
@@ -83,6 +87,27 @@ class Trainer:
     reference: bool = False
     average: bool = False
     recompute: bool = False
+    adapter_rank: int = 0
+    """Of low-rank adapters, which are then all that is trained; 0: every weight is."""
+    adapter_targets: tuple[str, ...] = ()
+    """The modules that have one, by the last part of their Hugging Face names."""
+
+    def adapter_parameters(self) -> int:
+        """Parameters of the adapters on a rank, of any stage."""
+        model, layers = self.model, self.model.num_hidden_layers // self.pipeline
+        hidden, inner = model.hidden_size, model.intermediate_size
+        widths = {
+            "q_proj": model.query_size,
+            "k_proj": model.kv_size,
+            "v_proj": model.kv_size,
+            "o_proj": model.query_size,
+        }
+        targets = (*widths, "gate_proj", "up_proj", "down_proj")
+        if "all-linear" not in self.adapter_targets:
+            targets = self.adapter_targets
+        # Each has one side of the hidden size, which every rank has, and another that they share.
+        other = sum(widths.get(name, inner) for name in targets)
+        return layers * self.adapter_rank * (hidden * len(targets) + other // self.tensor)
 
     def parameters(self, stage: int) -> tuple[int, int]:
         """Parameters on a rank of a pipeline stage: all but experts, and experts."""
@@ -113,15 +138,20 @@ class Trainer:
         each = 8 + (0 if self.width == FULL_PRECISION else 4)
         shards = self.data * self.context if self.distributed_optimizer else 1
         expert_shards = max(self.tensor * self.context * self.data // self.expert, 1) if shards > 1 else 1
+        weights = dense + experts
+        if self.adapter_rank:
+            dense, experts = self.adapter_parameters(), 0
+            weights += dense
+        trained = dense + experts
         found = {
-            "weights": self.width * (dense + experts),
-            "gradients": 4 * (dense + experts),
+            "weights": self.width * weights,
+            "gradients": 4 * trained,
             "optimizer": each * dense // shards + each * experts // expert_shards,
         }
-        if self.reference:
-            found["reference"] = self.width * (dense + experts)
+        if self.reference and not self.adapter_rank:
+            found["reference"] = self.width * trained
         if self.average:
-            found["average"] = 4 * (dense + experts)
+            found["average"] = 4 * trained
         return found
 
     def layer(self) -> float:
@@ -164,13 +194,14 @@ class Sharded(Trainer):
 
     def state(self, stage: int) -> dict[str, int]:
         """What a rank holds between two steps."""
-        count, ranks = self.model.parameters, self.data
+        ranks, count = self.data, self.adapter_parameters() or self.model.parameters
+        whole = self.model.parameters + self.adapter_parameters()
         found = {
-            "weights": 4 * count // ranks,
+            "weights": 4 * whole // ranks,
             "gradients": 4 * count // (ranks if self.reduces_each or self.micro_batches <= 1 else 1),
             "optimizer": 8 * count // ranks,
         }
-        if self.reference:
+        if self.reference and not self.adapter_rank:
             found["reference"] = 4 * count // ranks
         if self.average:
             found["average"] = 4 * count // ranks

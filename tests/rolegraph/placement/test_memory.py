@@ -67,6 +67,29 @@ def test_state_of_a_trainer(changes: dict[str, int], optimizer: int) -> None:
     assert "reference" not in replace(trainer, reference=False).state(0)
 
 
+def test_adapters_are_all_that_is_trained() -> None:
+    # Rank 3: q is 8 x 8, v 8 x 4, down 12 x 8; two ranks share the side that is not the hidden size.
+    trainer = Trainer(
+        SMALL,
+        2,
+        1,
+        tensor=2,
+        data=4,
+        reference=True,
+        average=True,
+        adapter_rank=3,
+        adapter_targets=("q_proj", "v_proj", "down_proj"),
+    )
+    adapters = 4 * 3 * ((8 + 4) + (8 + 2) + (8 + 6))
+    assert trainer.adapter_parameters() == adapters
+    assert trainer.state(0) == {
+        "weights": 2 * (sum(trainer.parameters(0)) + adapters),
+        "gradients": 4 * adapters,
+        "optimizer": 12 * adapters // 4,
+        "average": 4 * adapters,
+    }
+
+
 def test_activations_by_hand() -> None:
     trainer = Trainer(SMALL, 4, tokens=10)
     layer = 4 * 8 + (8 + 4 + 4) + 8 + (8 + 4) + 3 * 12

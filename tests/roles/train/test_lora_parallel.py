@@ -13,9 +13,13 @@ import numpy as np
 import pytest
 import torch
 
+from rolegraph.models import ModelConfig
+from rolegraph.models.architecture import architecture, read_config
+from rolegraph.placement.memory import Trainer
+from roles.train.config import MegatronTrainConfig
 from tests.models import make_checkpoint
 from tests.roles.train import lora_workers as workers
-from tests.roles.train.megatron_workers import Case, free_port
+from tests.roles.train.megatron_workers import NLL, OPTIMIZER, Case, free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -104,6 +108,53 @@ def test_the_reference_is_the_model_without_adapters(case: Case, runs: Any) -> N
     assert np.array_equal(_joined(ranks, "reference", "ref_logprobs"), _joined(ranks, "first"))
     assert np.array_equal(_joined(ranks, "again"), _joined(ranks, "after"))
     assert np.array_equal(_joined(ranks, "saved", "ref_logprobs"), _joined(ranks, "again"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_the_memory_estimate_counts_what_ranks_hold(case: Case, runs: Any, folder: Path) -> None:
+    sizes = architecture(read_config(ModelConfig(path=str(folder / case.kind))))
+    adapter = MegatronTrainConfig(**workers.LORA | case.config).adapter
+    assert adapter is not None
+    estimated = Trainer(
+        sizes,
+        width=4,
+        tokens=1,
+        tensor=case.tp,
+        pipeline=case.pp,
+        data=case.dp,
+        vocabulary_multiple=case.tp,
+        reference=True,
+        adapter_rank=adapter.rank,
+        adapter_targets=adapter.targets,
+    )
+    seen = [rank["held"] for rank in runs[case.name]]
+    counts = [estimated.state(rank["mesh"].pp_rank) for rank in runs[case.name]]
+    for held, counted in zip(seen, counts, strict=True):
+        assert held["weights"] == counted["weights"]
+        assert held["reference"] == counted.get("reference", 0) == 0
+        assert counted["gradients"] <= held["gradients"] <= counted["gradients"] * 1.02 + 4096
+    assert sum(held["optimizer"] for held in seen) == sum(counted["optimizer"] for counted in counts)
+
+
+@pytest.mark.parametrize("name", ["tp2-sp", "dp2"])
+def test_a_checkpoint_of_several_ranks_goes_on_on_one(name: str, runs: Any, folder: Path, start: Any) -> None:
+    """It holds adapters alone: the weights beside them are those of the model's folder."""
+    (case,) = (case for case in CASES if case.name == name)
+    ranks, saved = runs[name], folder / f"export-{name}" / "saved"
+    role = start(case.kind, seed=0, **{"micro_batch_size": 3} | OPTIMIZER | workers.LORA)
+    role.load(str(saved))
+    found = np.concatenate([np.asarray(row) for row in role.logprobs(workers.batches()[0])["logprobs"].to_pylist()])
+    assert np.abs(found - _joined(ranks, "after")).max() < 1e-5
+    step = role.step(workers.batches()[1], loss=NLL, temperature=1.0)
+    assert abs(step["loss"] - ranks[0]["next"]["loss"]) < 1e-5
+    assert abs(step["grad_norm"] - ranks[0]["next"]["grad_norm"]) < 1e-5
+    assert all(".lora_" in key for key in _keys(saved)), _keys(saved)
+
+
+def _keys(folder: Path) -> list[str]:
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    return [key for key in FileSystemReader(folder).read_metadata().state_dict_metadata if not key.startswith("rng")]
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
