@@ -17,6 +17,7 @@ from rolegraph.algorithms.base import Algorithm
 from rolegraph.algorithms.hooks import Hook, Step
 from rolegraph.batch import Batch
 from rolegraph.checkpoints import folder
+from rolegraph.checkpoints.card import write_card
 from rolegraph.checkpoints.config import CheckpointConfig
 from rolegraph.checkpoints.state import write_rows
 from rolegraph.checkpoints.stopping import StopRequest
@@ -112,7 +113,7 @@ class Checkpointer(Hook):
             async with algorithm.turn("checkpoint"):
                 await _train(algorithm).save(str(path / "train"))
                 if self.config.export_hf:
-                    await _train(algorithm).export_hf(str(path / "hf"))
+                    await self._export(algorithm, path / "hf", content)
         except (OSError, RoleError) as error:
             if isinstance(error, RoleError) and not error.remote_traceback:
                 raise  # no fault of its code: a rank has died
@@ -120,6 +121,11 @@ class Checkpointer(Hook):
             return
         self.saved = content.step
         self._writing = asyncio.create_task(self._write(algorithm, path, content), name=f"checkpoint {content.step}")
+
+    async def _export(self, algorithm: Algorithm, path: Path, content: Content) -> None:
+        await _train(algorithm).export_hf(str(path))
+        config, step, metrics = algorithm.job.config, content.step, content.metrics
+        await asyncio.to_thread(write_card, path, config, step=step, metrics=metrics)
 
     async def settled(self) -> None:
         """Wait for the checkpoint that is being written."""

@@ -7,16 +7,16 @@ An adapter of a matrix W [out, in] is A [rank, in] and B [out, rank], and the mo
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
 from rolegraph.values import AdapterInfo
-from roles.train.hf_folder import Export
+from roles.train.hf_folder import Export, on_first_rank
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -60,14 +60,17 @@ class AdapterExport(Export, Protocol):
 def write_adapter(export: AdapterExport, folder: str, *, base: str) -> None:
     """Write what `peft.PeftModel.from_pretrained` reads, from all ranks together; rank 0 writes.
 
-    `base` is the folder or name of the model that the adapters are beside.
+    `base` is the folder or name of the model that the adapters are beside. Raises CheckpointError on all ranks where
+    rank 0 cannot write.
     """
-    tensors = {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in export.tensors()}
-    if dist.get_rank() == 0:
+
+    def write(tensors: Iterator[tuple[str, Tensor]]) -> None:
+        held = {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors}
         Path(folder).mkdir(parents=True, exist_ok=True)
-        save_file(tensors, Path(folder) / "adapter_model.safetensors", metadata={"format": "pt"})
+        save_file(held, Path(folder) / "adapter_model.safetensors", metadata={"format": "pt"})
         peft_config(export.info, base).save_pretrained(folder)
-    dist.barrier()
+
+    on_first_rank(write, export.tensors(), folder)
 
 
 def peft_config(info: AdapterInfo, base: str) -> LoraConfig:

@@ -15,8 +15,12 @@ def broken(folder: Path, *files: str) -> str:
     for name in (".metadata", *files):
         if not (folder / name).is_file():
             return f"it is not whole: {name} is missing"
+    try:
+        metadata = FileSystemReader(folder).read_metadata()
+    except Exception as error:  # whatever pickle makes of it
+        return f"it is not whole: .metadata cannot be read ({type(error).__name__}: {error})"
     ends: dict[str, int] = {}
-    for info in FileSystemReader(folder).read_metadata().storage_data.values():
+    for info in metadata.storage_data.values():
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
     for name, end in ends.items():
         size = (folder / name).stat().st_size if (folder / name).is_file() else None

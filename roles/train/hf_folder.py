@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rolegraph.interfaces import TensorInfo
+from roles.train.saving import agree, told
 
+_log = logging.getLogger(__name__)
 _SHARD_BYTES = 4 * 2**30
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 
@@ -38,17 +41,33 @@ def write_folder(export: Export, folder: str, *, source: str, hf_config: Any, dt
     """Write a Hugging Face folder from all ranks together; rank 0 writes, config.json comes last.
 
     `source` is the folder whose tokenizer and other files come along, `hf_config` the configuration of transformers.
+    Raises CheckpointError on all ranks where rank 0 cannot write.
     """
-    if dist.get_rank() != 0:
-        for _ in export.tensors():
-            pass
-    else:
+
+    def write(tensors: Iterator[tuple[str, Tensor]]) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         _copy_side_files(source, folder)
-        _write_shards(export, folder)
+        _write_shards(export.manifest, tensors, folder)
         hf_config.dtype = str(dtype).removeprefix("torch.")
         hf_config.save_pretrained(folder)
-    dist.barrier()
+
+    on_first_rank(write, export.tensors(), folder)
+
+
+def on_first_rank(
+    write: Callable[[Iterator[tuple[str, Tensor]]], None], tensors: Iterator[tuple[str, Tensor]], folder: str
+) -> None:
+    """Let rank 0 write what all ranks gather; CheckpointError on all of them where it cannot."""
+    fault = ""
+    try:
+        if dist.get_rank() == 0:
+            write(tensors)
+    except Exception as error:
+        _log.debug("%s was not written", folder, exc_info=True)
+        fault = told(error)
+    for _ in tensors:  # the others gather along, and so does rank 0 after a fault, or they would wait for it
+        pass
+    agree(f"{folder} was not written", fault)
 
 
 def _copy_side_files(source: str, folder: str) -> None:
@@ -58,8 +77,8 @@ def _copy_side_files(source: str, folder: str) -> None:
             shutil.copy(entry.path, os.path.join(folder, entry.name))
 
 
-def _write_shards(export: Export, folder: str) -> None:
-    sizes = {info.name: _bytes(info) for info in export.manifest}
+def _write_shards(manifest: list[TensorInfo], tensors: Iterator[tuple[str, Tensor]], folder: str) -> None:
+    sizes = {info.name: _bytes(info) for info in manifest}
     shards: list[list[str]] = [[]]
     used = 0
     for name, size in sizes.items():
@@ -75,7 +94,7 @@ def _write_shards(export: Export, folder: str) -> None:
     held: dict[str, Tensor] = {}
     pending = iter(zip(files, shards, strict=True))
     file, wanted = next(pending)
-    for name, tensor in export.tensors():
+    for name, tensor in tensors:
         # Views of live or reused memory: safetensors wants tensors of their own.
         held[name] = tensor.cpu().clone(memory_format=torch.contiguous_format)
         if len(held) == len(wanted):

@@ -31,7 +31,7 @@ class HostWriter(FileSystemWriter):
     """A rank's part of a state: planned and copied to host memory at once, written whenever `write` is called."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+        super().__init__(folder, per_thread_copy_ahead=0)  # nothing is left to copy when it writes
         self._plan: SavePlan | None = None
         self._held: dict[Any, Any] = {}
 
@@ -108,7 +108,7 @@ class Saving:
             writer.stage_items(planner.finish_plan(plan), planner)
         except Exception as error:
             _log.debug("a save failed in its beginning", exc_info=True)
-            fault = _told(error)
+            fault = told(error)
         agree(f"cannot save to {folder}", fault)
         self._writer, self._results, self._fault = writer, [], ""
         self._thread = threading.Thread(target=self._write, args=(beside,), name="checkpoint", daemon=True)
@@ -138,7 +138,7 @@ class Saving:
                 if complete is not None:
                     complete()
             except Exception as error:
-                fault = _told(error)
+                fault = told(error)
         agree(what, fault)
 
     def _write(self, beside: Callable[[], None] | None) -> None:
@@ -150,7 +150,7 @@ class Saving:
                 beside()
         except Exception as error:
             _log.debug("a write failed", exc_info=True)
-            self._fault = _told(error)
+            self._fault = told(error)
 
 
 def agree(what: str, fault: str) -> None:
@@ -159,19 +159,19 @@ def agree(what: str, fault: str) -> None:
     if dist.get_world_size() > 1:
         faults = [""] * dist.get_world_size()
         dist.all_gather_object(faults, fault)
-    told = {text: rank for rank, text in reversed(list(enumerate(faults))) if text}
-    if told:
-        raise CheckpointError(f"{what}: " + "; ".join(f"rank {rank}: {text}" for text, rank in told.items()))
+    by_text = {text: rank for rank, text in reversed(list(enumerate(faults))) if text}
+    if by_text:
+        raise CheckpointError(f"{what}: " + "; ".join(f"rank {rank}: {text}" for text, rank in by_text.items()))
 
 
 def _unseen(folder: Path) -> str:
     return f"there is no folder {folder} here; output_dir has to be storage that all nodes share"
 
 
-def _told(error: BaseException) -> str:
+def told(error: BaseException) -> str:
     """One line: what failed, without what torch makes of it: its zip writer hides a full disk behind a wrong offset."""
     if isinstance(error, CheckpointException):
-        parts = dict.fromkeys(_told(each[0]) for each in error.failures.values())
+        parts = dict.fromkeys(told(each[0]) for each in error.failures.values())
         return "; ".join(parts)
     chain = [error]
     while (before := chain[-1].__cause__ or chain[-1].__context__) is not None:

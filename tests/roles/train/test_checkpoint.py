@@ -134,6 +134,13 @@ def test_a_file_that_was_cut_is_refused(saved: tuple[Any, Path]) -> None:
         role.load(str(folder))
 
 
+def test_metadata_that_is_rubbish_is_refused(saved: tuple[Any, Path]) -> None:
+    role, folder = saved
+    (folder / ".metadata").write_bytes(b"\x80rubbish")
+    with pytest.raises(CheckpointError, match=r"not whole: \.metadata cannot be read"):
+        role.load(str(folder))
+
+
 def test_another_model_is_refused_and_what_differs_is_named(
     start: Start, saved: tuple[Any, Path], folder: Path
 ) -> None:
@@ -211,3 +218,15 @@ def test_a_folder_that_vanished_is_told(start: Start, tmp_path: Path) -> None:
     shutil.rmtree(folder)
     with pytest.raises(CheckpointError, match="not complete: rank 0: No such file or directory"):
         role.finish_save()
+
+
+def test_a_folder_of_hugging_face_that_cannot_be_written_is_told(start: Start, tmp_path: Path) -> None:
+    role = start()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"out was not written: rank 0: .*(File too large|code: 27)"):
+            role.export_hf(str(tmp_path / "out"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    role.export_hf(str(tmp_path / "out"))
