@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import traceback
@@ -20,6 +21,8 @@ USAGE = """rolegraph trains language models by reinforcement learning on a graph
   rolegraph run  [CHOICES] [KEY=VALUE ...]    train
   rolegraph plan [CHOICES] [KEY=VALUE ...]    show which rank runs where, how batches divide and what memory that
                                               takes; starts nothing
+  rolegraph checkpoints RUN [--verify] [--prune --keep-last N]
+                                              the checkpoints of a run: which are whole, and which go
   rolegraph export CHECKPOINT OUT             write a checkpoint as a Hugging Face folder
 
 Examples
@@ -47,6 +50,8 @@ Options of `run` and `plan`
 Tab completion in bash: eval "$(rolegraph -sc install=bash)"
 """
 
+COMMANDS = {"checkpoints": "rolegraph.checkpoints.command"}
+"""Commands of their own by the module whose `main(words)` runs them and gives the exit code."""
 CONFIG_FAULT = 2
 FAILED = 1
 
@@ -69,6 +74,7 @@ def dispatch(argv: list[str]) -> int:
         print(f"rolegraph {version('rolegraph')}")
         return 0
     commands: dict[str, Callable[[list[str]], int]] = {"run": _run, "plan": _plan, "export": _export}
+    commands |= {name: _from_module(module) for name, module in COMMANDS.items()}
     if argv[0] not in commands:
         print(f"rolegraph: there is no command {argv[0]!r}: type `rolegraph run ...` or `rolegraph plan ...`\n")
         print(USAGE)
@@ -76,6 +82,10 @@ def dispatch(argv: list[str]) -> int:
     rest = [word for word in argv[1:] if word != "--traceback"]
     show_traceback = len(rest) < len(argv) - 1 or os.environ.get("ROLEGRAPH_TRACEBACK", "0") not in ("", "0")
     return guarded(lambda: commands[argv[0]](rest), show_traceback=show_traceback)
+
+
+def _from_module(module: str) -> Callable[[list[str]], int]:
+    return lambda words: int(importlib.import_module(module).main(words))
 
 
 def guarded(command: Callable[[], int], *, show_traceback: bool) -> int:
@@ -260,7 +270,7 @@ def _complete(argv: list[str]) -> int:
             point = int(os.environ.get("COMP_POINT", len(line))) - (len(line) - len(shortened))
             os.environ.update(COMP_LINE=shortened, COMP_POINT=str(point))
         elif " " not in rest.lstrip() and not any("install" in word for word in argv):
-            print("\n".join(word for word in ("run", "plan") if word.startswith(command)))
+            print("\n".join(word for word in ("run", "plan", *COMMANDS) if word.startswith(command)))
             return 0
     return _through_hydra(_parse([word for word in argv if word not in ("run", "plan")]))
 

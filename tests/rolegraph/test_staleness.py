@@ -135,3 +135,31 @@ def test_a_loop_that_syncs_before_each_generation_is_never_refused_nor_stuck(lim
         while runs_ahead and staleness.admits:
             start()
         assert len(waiting) <= limit, "what is waiting has a bound"
+
+
+def test_a_run_that_goes_on_has_what_was_made_and_is_synced_before_more_is() -> None:
+    staleness = Staleness(2)
+    staleness.synced(1)
+    for _ in range(3):
+        staleness.start()
+    staleness.take()
+    state = staleness.state(made=1)
+    assert state == {"version": 1, "is_used": True, "made": [1]}, "the third was in progress"
+    again = Staleness(2)
+    again.restore(state)
+    assert not again.admits
+    with pytest.raises(StalenessError, match="a generation begins after the first weight sync"):
+        again.start()
+    again.synced(2)
+    assert again.admits
+    again.take(oldest=1)
+    again.synced(3)
+    with pytest.raises(StalenessError, match="no generation was started"):
+        again.take()
+
+
+def test_what_was_made_before_is_not_trained_on_when_it_is_too_old() -> None:
+    again = Staleness(1)
+    again.restore({"version": 4, "is_used": True, "made": [3]})
+    with pytest.raises(StalenessError, match="it has to be trained on first"):
+        again.synced(5)

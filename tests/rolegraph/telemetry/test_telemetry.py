@@ -292,3 +292,46 @@ def test_trackio_gets_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with sqlite3.connect(tmp_path / "trackio" / "rolegraph.db") as database:
         rows = database.execute("select step, metrics from metrics").fetchall()
     assert [(step, json.loads(metrics)["reward/mean"]) for step, metrics in rows] == [(1, 0.5)]
+
+
+def test_a_run_goes_back_to_an_earlier_step_and_counts_on_from_there(tmp_path: Path) -> None:
+    first = Telemetry(tmp_path, samples_every=4)
+    first.stage("warm_start", 2)
+    for step in (1, 2):
+        first.step(step, {"loss": float(step)})
+    first.stage("grpo", 8)
+    first.samples(1, Batch.from_columns({"uid": ["a"]}))
+    first.samples(5, Batch.from_columns({"uid": ["a"]}))
+    for step in range(1, 7):
+        first.step(step, {"reward/mean": float(step)})
+    assert (first.steps, first.state()) == (8, {"sampled": 5})
+    first.close()
+
+    second = Telemetry(tmp_path, samples_every=4)
+    second.go_back(7, {"sampled": 5})
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, 8))
+    second.stage("grpo", 8, 5)
+    second.samples(6, Batch.from_columns({"uid": ["a"]}))
+    for step in range(6, 9):
+        second.step(step, {"reward/mean": float(step)})
+    second.samples(9, Batch.from_columns({"uid": ["a"]}))
+    second.finish_samples()
+    assert second.gain == "reward 1 in the first fifth of the steps, 8 in the last", "over both parts"
+    second.close()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 11))
+    assert [row.get("reward/mean") for row in rows[2:]] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert {path.name for path in (tmp_path / "samples").iterdir()} == {"step-7.parquet", "step-11.parquet"}
+    names = [each["name"] for each in spans(tmp_path / "timeline.json")]
+    assert names == ["step 8", "step 9", "step 10"]
+
+
+def test_a_run_that_begins_anew_has_no_line_of_before(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    telemetry = Telemetry(tmp_path)
+    telemetry.go_back(0)
+    telemetry.stage("grpo", 1)
+    telemetry.step(1, {"loss": 0.5})
+    telemetry.close()
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert (row["step"], row["loss"]) == (1, 0.5)
