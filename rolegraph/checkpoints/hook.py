@@ -80,7 +80,7 @@ class Checkpointer(Hook):
     async def logged(self, algorithm: Algorithm, step: Step) -> None:
         """Save where that is due, or where the run was asked to stop. Raises StoppedError then."""
         self.metrics.update(step.metrics)
-        number = algorithm.job.telemetry.steps
+        number = algorithm.job.telemetry.last_step
         asked = self.stop.asked
         if asked or number % cast(int, self.config.every) == 0:
             await self.save(algorithm)
@@ -90,7 +90,7 @@ class Checkpointer(Hook):
 
     async def ended(self, algorithm: Algorithm) -> None:
         """Save the last step, and wait until it is on the disk."""
-        if self.saved != algorithm.job.telemetry.steps:
+        if self.saved != algorithm.job.telemetry.last_step:
             await self.save(algorithm)
         await self.settled()
         self.stop.restore()
@@ -148,7 +148,7 @@ class Checkpointer(Hook):
         # Through text, so that nothing in it changes while it waits to be written.
         driver = json.loads(json.dumps(driver, default=_plain))
         metrics = {name: float(value) for name, value in self.metrics.items() if math.isfinite(value)}
-        return Content(job.telemetry.steps, driver, state.rows, metrics)
+        return Content(job.telemetry.last_step, driver, state.rows, metrics)
 
     async def _write(self, algorithm: Algorithm, path: Path, content: Content) -> None:
         """Everything that is left to do, beside training; never raises."""

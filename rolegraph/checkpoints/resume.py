@@ -167,7 +167,7 @@ async def go_on(algorithm: Algorithm, checkpoint: Checkpoint | None, about: Mapp
     """
     job = algorithm.job
     if checkpoint is None:
-        if job.telemetry.steps:
+        if job.telemetry.last_step:
             job.telemetry.event(f"no whole checkpoint in {job.telemetry.run_dir}: the run begins anew")
         job.telemetry.go_back(0)
         return

@@ -89,8 +89,8 @@ class Telemetry:
             self.progress.doing(role, open_phases[-1] if open_phases else "idle")
 
     @property
-    def steps(self) -> int:
-        """Steps of the run that are in the log, over all stages."""
+    def last_step(self) -> int:
+        """The last step that is in the log, counted over all stages."""
         return self._log.last_step
 
     def state(self) -> dict[str, int]:

@@ -96,6 +96,13 @@ class Telemetry:
         self.calls.append(f"log {step}")
         self.steps.append((step, dict(metrics)))
 
+    @property
+    def last_step(self) -> int:
+        return len(self.steps)
+
+    def state(self) -> dict[str, int]:
+        return {}
+
     def samples(self, step: int, batch: Batch) -> None:
         self.sampled.append((step, batch))
 

@@ -304,7 +304,7 @@ def test_a_run_goes_back_to_an_earlier_step_and_counts_on_from_there(tmp_path: P
     first.samples(5, Batch.from_columns({"uid": ["a"]}))
     for step in range(1, 7):
         first.step(step, {"reward/mean": float(step)})
-    assert (first.steps, first.state()) == (8, {"sampled": 5})
+    assert (first.last_step, first.state()) == (8, {"sampled": 5})
     first.close()
 
     second = Telemetry(tmp_path, samples_every=4)
