@@ -78,7 +78,7 @@ def test_an_evaluation_before_the_first_step_has_a_line_and_seconds_of_its_own(t
     clock.now += 1.0
     telemetry.step(1, {"eval/sums/pass@1": 0.75})
     _, evaluated, step = read_metrics(tmp_path / "metrics.jsonl")
-    assert telemetry.steps == 3
+    assert telemetry.last_step == 3
     found = telemetry.logged("eval/")
     assert {number: metrics["eval/sums/pass@1"] for number, metrics in found.items()} == {2: 0.5, 3: 0.75}
     telemetry.go_back(2)
