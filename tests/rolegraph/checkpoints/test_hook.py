@@ -149,7 +149,8 @@ async def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
     assert steps(tmp_path) == [2, 6]
 
 
-async def test_an_export_is_made_in_the_same_turn(tmp_path: Path) -> None:
+async def test_an_export_is_made_in_the_same_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rolegraph.checkpoints.hook.write_card", lambda path, *_, **__: path.touch())
     world = await run(world_of(tmp_path, steps=2, export_hf=True))
     assert world.calls[-3:] == ["save", "export hf", "written"]
     assert (folder.listed(tmp_path)[0].hf / "config.json").exists()
