@@ -47,6 +47,10 @@ class TurnError(RoleGraphError):
     """A role was asked to work without what it needs on its device, or out of its turn."""
 
 
+class BadStepsError(RoleGraphError):
+    """Too many steps in a row whose loss or gradients were not finite."""
+
+
 class HealthError(RoleGraphError):
     """Something that died, or that lives, was treated as if it had not."""
 
