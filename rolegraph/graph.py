@@ -19,6 +19,7 @@ from rolegraph.futures import refuse_in_loop, run_sync, watch
 from rolegraph.group import OnCall, RoleGroup
 from rolegraph.host import RoleSpec, tail
 from rolegraph.launch import WATCH_EVERY_S, GraphOptions, Launcher
+from rolegraph.member import Member
 from rolegraph.placement import Plan
 from rolegraph.recovery import Care, Rescue
 from rolegraph.reservation import Reservation
@@ -148,6 +149,11 @@ class RoleGraph:
                         in_turn=care.in_turn(role),
                     )
                 )
+
+    async def start_again(self, role: str) -> list[Member]:
+        """New members for all ranks of a role, on their seats and set up; those of now are killed first."""
+        group = self.group(role)
+        return await self._launcher.again(group, range(group.world_size))
 
     async def stop(self) -> None:
         """Tear down, kill and free everything; safe to call again."""

@@ -240,7 +240,7 @@ class Recovery:
             after = "it is left out from now on" + (f", health.max_restarts={most} is used up" if most else "")
         else:
             after = f"{self._name(unit)} is started again (restart {health.restarts + 1} of {most})"
-        self.rescue.tell(f"{who} died: {_reason(error.message)}; {after}")
+        self.rescue.tell(f"{who} died: {reason(error.message)}; {after}")
         self._changed.set()
 
     def _kill(self, unit: int) -> None:
@@ -253,7 +253,7 @@ class Recovery:
         return f"{self.role} rank {ranks[0]}" if len(ranks) == 1 else f"{self.role} with its {len(ranks)} ranks"
 
 
-def _reason(message: str) -> str:
+def reason(message: str) -> str:
     """What an error says of a death, on one short line: Ray's advice about all the reasons there can be is left out."""
     line = (message.splitlines() or [""])[0].removeprefix("the actor died: ").partition(" Some common causes")[0]
     return (line if len(line) <= MOST_REASON else line[: MOST_REASON - 3] + "...").rstrip(" .") or "nobody knows why"

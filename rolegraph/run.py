@@ -15,18 +15,16 @@ from typing import Any, TypeVar
 from rolegraph.algorithms.base import Algorithm
 from rolegraph.algorithms.hooks import Hook
 from rolegraph.algorithms.scorers import Scorers
-from rolegraph.algorithms.teachers import Teachers
+from rolegraph.algorithms.teachers import Teachers, assigned
 from rolegraph.care import RunCare
-from rolegraph.checkpoints.fingerprint import about_run
-from rolegraph.checkpoints.folder import Checkpoint
-from rolegraph.checkpoints.hook import Checkpointer
+from rolegraph.checkpoints.folder import Checkpoint, newest
 from rolegraph.checkpoints.resume import check_trainer, go_on, start_of
-from rolegraph.checkpoints.stopping import StopRequest
+from rolegraph.config.eval_sets import needs_of
 from rolegraph.config.rules import settle
 from rolegraph.config.schema import RunConfig, Spec
 from rolegraph.config.turn_rules import takes_no_device
 from rolegraph.data import Dataset
-from rolegraph.errors import ConfigError, PlanError
+from rolegraph.errors import ConfigError, DataError, PlanError, RoleGraphError
 from rolegraph.graph import GraphOptions, OnReady, RoleGraph
 from rolegraph.host import RoleSpec
 from rolegraph.models import ensure
@@ -34,15 +32,25 @@ from rolegraph.movers import mover
 from rolegraph.parcel import code_folder
 from rolegraph.placement import Plan, plan, requests, this_machine
 from rolegraph.placement.environment import as_environment
-from rolegraph.reading import load_all
+from rolegraph.rebuild import TrainGroup
 from rolegraph.results import alone_in
 from rolegraph.rewards.config import RewardConfig
-from rolegraph.role import Role
+from rolegraph.role import Role, is_teacher
 from rolegraph.telemetry import Telemetry
 from rolegraph.telemetry.report import write_report
 from rolegraph.turns import TurnTaker, turns_of
 from rolegraph.weights import WeightSync
-from rolegraph.wiring import eval_hook, handles_of, import_target, scorers_of, teachers_of, weight_sync, with_models
+from rolegraph.wiring import (
+    Hooks,
+    eval_hook,
+    handles_of,
+    hooks_of,
+    import_target,
+    scorers_of,
+    teachers_of,
+    weight_sync,
+    with_models,
+)
 
 T = TypeVar("T")
 
@@ -113,16 +121,16 @@ async def _run(config: RunConfig, run_dir: Path) -> None:
         care = RunCare(config.health.max_restarts, turns, telemetry)
         graph = _graph(config, placed, run_dir, algorithm_class, telemetry, turns, care)
         stack.push_async_callback(graph.stop)
-        dataset, sets = await _side_by_side(graph, load_all(config, model_path), telemetry)
+        dataset, sets = await _side_by_side(graph, _load_all(config, model_path), telemetry)
         stack.callback(telemetry.finish_samples)
-        for name, loaded in {**({"": dataset} if len(dataset) else {}), **sets}.items():
+        for name, loaded in {"": dataset, **sets}.items():
             for line in loaded.report.lines():
                 telemetry.event(f"eval set {name}: {line}" if name else line)
         slow = ", ".join(f"{role} {seconds:.1f} s" for role, seconds in graph.startup.items())
         telemetry.event(f"roles ready after {time.monotonic() - started:.1f} s ({slow})")
-        hooks = await _hooks(config, run_dir, dataset, stack)
+        hooks = await hooks_of(config, run_dir, dataset, stack)
         ready = Ready(config, placed, graph, dataset, sets, telemetry, turns, hooks, care)
-        await run_algorithm(ready, checkpoint)
+        await run_to_the_end(ready, checkpoint)
         gain = telemetry.gain if "train" in config.roles else ""  # rewards rise where something learns
         telemetry.event(f"done in {telemetry.elapsed}" + (f": {gain}" if gain else ""))
 
@@ -143,7 +151,28 @@ class Ready:
     care: RunCare
 
 
-async def run_algorithm(ready: Ready, checkpoint: Checkpoint | None) -> None:
+async def run_to_the_end(ready: Ready, checkpoint: Checkpoint | None) -> None:
+    """Run the algorithm, and where its trainer dies, once more from the newest checkpoint with a new one.
+
+    Where the run saves none, or the trainer has died too often, its death ends the run.
+    """
+    trainer = TrainGroup(ready.graph, ready.turns, ready.care)
+    while True:
+        hooks = ready.hooks.make()
+        try:
+            return await run_algorithm(ready, checkpoint, hooks)
+        except RoleGraphError:
+            if ready.config.checkpoint.every is None or (death := await trainer.has_died()) is None:
+                raise
+            await trainer.end(hooks)
+            checkpoint = newest(ready.telemetry.run_dir)
+            going_on = f"and goes on behind step {checkpoint.step}" if checkpoint is not None else "and begins anew"
+            if not trainer.may_restart(death, going_on):
+                raise
+        await trainer.restart()
+
+
+async def run_algorithm(ready: Ready, checkpoint: Checkpoint | None, hooks: tuple[Hook, ...]) -> None:
     """Run a new object of the algorithm to its end, from a checkpoint or from the beginning."""
     config, graph = ready.config, ready.graph
     algorithm_class = _algorithm_class(config.algorithm)
@@ -156,7 +185,7 @@ async def run_algorithm(ready: Ready, checkpoint: Checkpoint | None) -> None:
         ready.turns,
         teachers_of(config, handles),
         scorers_of(config, handles),
-        ready.hooks.all,
+        hooks,
     )
     ready.care.sync, ready.care.rollout = run.sync, graph.groups.get("rollout")
     if ready.sets:
@@ -169,28 +198,6 @@ async def run_algorithm(ready: Ready, checkpoint: Checkpoint | None) -> None:
     await algorithm.run()
     for hook in run.hooks:
         await hook.ended(algorithm)
-
-
-@dataclass(frozen=True)
-class Hooks:
-    """Who is told of steps, and what the run is about."""
-
-    all: tuple[Hook, ...]
-    about: Mapping[str, Any]
-    """The fingerprints of models and data, by which a checkpoint knows its run."""
-
-
-async def _hooks(config: RunConfig, run_dir: Path, dataset: Dataset, stack: AsyncExitStack) -> Hooks:
-    """In the order in which they are told: what counts and measures first, what saves that last."""
-    if config.checkpoint.every is None and not config.resume:
-        return Hooks((), {})
-    about = await asyncio.to_thread(about_run, config, dataset.rows)
-    hooks: list[Hook] = []
-    if config.checkpoint.every is not None:
-        stop = StopRequest()
-        stack.callback(stop.restore)
-        hooks.append(Checkpointer(config.checkpoint, run_dir, about, use_ray=config.use_ray, stop=stop))
-    return Hooks(tuple(hooks), about)
 
 
 async def _side_by_side(graph: RoleGraph, load: Coroutine[Any, Any, T], telemetry: Telemetry) -> T:
@@ -312,6 +319,41 @@ def _place(config: RunConfig, stack: AsyncExitStack) -> Plan:
     return plan(whole, asked, placement)
 
 
+async def _load_all(config: RunConfig, model_path: str) -> tuple[Dataset, dict[str, Dataset]]:
+    """The rows of the run and those of its eval sets by name; what fails first ends it."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            own = group.create_task(_load(config, model_path))
+            sets = {name: group.create_task(_load_set(config, name, model_path)) for name in config.eval.sets}
+    except BaseExceptionGroup as faults:
+        raise faults.exceptions[0] from None
+    return own.result(), {name: task.result() for name, task in sets.items()}
+
+
+async def _load_set(config: RunConfig, name: str, model_path: str) -> Dataset:
+    from rolegraph.data import load
+
+    each = config.eval.sets[name]
+    needs = needs_of(config, each)
+    try:
+        return await asyncio.to_thread(load, each.data, model_path, needs, use_ray=config.use_ray)
+    except DataError as error:
+        raise DataError(f"eval.sets.{name}: {error}") from error
+
+
+async def _load(config: RunConfig, model_path: str) -> Dataset:
+    """Read and tokenise the data, in a Ray task while the roles start."""
+    from rolegraph.data import load
+
+    exact: bool = getattr(config.algorithm.config, "passes_columns_on", False)
+    dataset = await asyncio.to_thread(
+        load, config.data, model_path, config.data_needs, use_ray=config.use_ray, keep_exact=exact
+    )
+    if teachers := [role for role in config.roles if is_teacher(role)]:
+        assigned(dataset.rows, teachers)  # while the roles still start
+    return dataset
+
+
 def _exp_name(config: RunConfig) -> str:
     return config.ray_exp_name or config.algorithm.name.lower()
 
@@ -341,7 +383,6 @@ def _say_where(run_dir: Path) -> None:
         "report.html": "the curves, in a browser",
         "metrics.jsonl": "the numbers, a line a step",
         "timeline.json": "who did what when, for ui.perfetto.dev",
-        "results.json": "the numbers of every eval set",
         "samples": "what the policy wrote, as Parquet",
         "eval": "answers to the eval sets, as Parquet",
         "logs": "what each role logged",

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rolegraph.algorithms.hooks import Hook
 from rolegraph.algorithms.scorers import Scorers
 from rolegraph.algorithms.teachers import Teachers
+from rolegraph.bad_steps import BadSteps
+from rolegraph.checkpoints.fingerprint import about_run
+from rolegraph.checkpoints.hook import Checkpointer
+from rolegraph.checkpoints.stopping import StopRequest
 from rolegraph.config.eval_sets import completion_length, scorer_of
 from rolegraph.config.schema import RunConfig
 from rolegraph.data import Dataset
@@ -113,6 +122,32 @@ def eval_hook(
         )
     evaluator = Evaluator(found, run.telemetry.run_dir / "eval", use_ray=config.use_ray)
     return EvalHook(evaluator, config.eval.every)
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """Who is told of steps, and what the run is about."""
+
+    make: Callable[[], tuple[Hook, ...]]
+    """New ones, in the order in which they are told: what counts and measures first, what saves that last."""
+    about: Mapping[str, Any]
+    """The fingerprints of models and data, by which a checkpoint knows its run."""
+
+
+async def hooks_of(config: RunConfig, run_dir: Path, dataset: Dataset, stack: AsyncExitStack) -> Hooks:
+    """The hooks of a run; `stack` gives signals back at its end."""
+    saves = config.checkpoint.every is not None
+    about = await asyncio.to_thread(about_run, config, dataset.rows) if saves or config.resume else {}
+    stop = StopRequest()
+    stack.callback(stop.restore)
+
+    def make() -> tuple[Hook, ...]:
+        hooks: list[Hook] = [BadSteps(config.health.max_bad_steps, run_dir, use_ray=config.use_ray)]
+        if saves:
+            hooks.append(Checkpointer(config.checkpoint, run_dir, about, use_ray=config.use_ray, stop=stop))
+        return tuple(hooks)
+
+    return Hooks(make, about)
 
 
 def weight_sync(config: RunConfig, placed: Plan, graph: RoleGraph) -> WeightSync | None:

@@ -95,6 +95,10 @@ class Checkpointer(Hook):
         await self.settled()
         self.stop.restore()
 
+    async def broken_off(self) -> None:
+        """Wait for what is being written: without a trainer it fails, and is removed."""
+        await self.settled()
+
     def state(self) -> Mapping[str, Any]:
         """The metrics, for `keep_best` looks at older ones too."""
         return {"metrics": self.metrics}

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from rolegraph.batch import Batch
@@ -25,9 +26,10 @@ from rolegraph.interfaces import SamplingParams
 from rolegraph.models import ModelConfig, ensure
 from rolegraph.placement import Inventory, Node, PlacementConfig, plan, requests
 from rolegraph.telemetry import read_metrics
+from rolegraph.telemetry.timeline import spans
 from roles.rollout.config import VLLMRolloutConfig
 from roles.rollout.vllm import VLLMRollout
-from tests.runs import DRIVER, MARK, SMALL, logs, marked, marked_pids
+from tests.runs import DRIVER, MARK, SMALL, logs, marked, marked_pids, rolegraph
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -90,6 +92,20 @@ def wait_for_steps(process: subprocess.Popen[bytes], folder: Path, steps: int) -
         time.sleep(0.2)
 
 
+def wait_for_words(process: subprocess.Popen[bytes], folder: Path, words: str) -> None:
+    """Return once a run has said so."""
+    deadline = time.monotonic() + 240
+    while words not in " ".join((folder / "output").read_text().split()):
+        assert process.poll() is None, (folder / "output").read_text()[-3000:] + logs(folder)
+        assert time.monotonic() < deadline, (folder / "output").read_text()[-3000:] + logs(folder)
+        time.sleep(0.2)
+
+
+def pid_of(mark: str, title: str) -> int:
+    """A process of a command, by what it calls itself."""
+    return next(pid for pid, found in marked_pids(mark).items() if title in found)
+
+
 def assert_frees_everything(process: subprocess.Popen[bytes], mark: str, kind: signal.Signals, folder: Path) -> None:
     """Stop a GRPO run by a signal: no process is left within ten seconds, no traceback is shown, its timeline opens."""
     before = len((folder / "output").read_text())  # a sync that a replica did not live through has its traceback there
@@ -108,16 +124,48 @@ def assert_frees_everything(process: subprocess.Popen[bytes], mark: str, kind: s
     }
 
 
-def test_a_run_goes_on_without_the_replica_that_was_killed_and_can_be_stopped(tmp_path: Path) -> None:
-    layout = ("placement=separate", "rollout.replicas=2", "rollout.dtype=float32")
+def test_a_replica_and_then_the_trainer_are_killed_and_the_run_goes_on(tmp_path: Path) -> None:
+    layout = ("placement=separate", "rollout.replicas=2", "rollout.dtype=float32", "checkpoint.every=2")
     with running("algorithm=grpo", *SMALL, *layout, folder=tmp_path) as run:
         process, mark = run
-        os.kill(next(pid for pid, title in marked_pids(mark).items() if "VLLMRollout" in title), signal.SIGKILL)
-        wait_for_steps(process, tmp_path, 6)
-        assert_frees_everything(process, mark, signal.SIGTERM, tmp_path)
-    rows = read_metrics(tmp_path / "metrics.jsonl")[:6]
-    assert [row["rows"] for row in rows] == [32.0] * 6
-    assert max(row["rollout_logprob_difference/max"] for row in rows) < 1e-4, "the other one still gets new weights"
+        os.kill(pid_of(mark, "VLLMRollout"), signal.SIGKILL)
+        wait_for_words(process, tmp_path, "works again after")
+        done = len(read_metrics(tmp_path / "metrics.jsonl"))
+        wait_for_steps(process, tmp_path, done + 3)
+        engines = {pid for pid, title in marked_pids(mark).items() if "VLLMRollout" in title}
+        os.kill(pid_of(mark, "MegatronTrain"), signal.SIGKILL)
+        wait_for_words(process, tmp_path, "going on behind step")
+        resumed = len(read_metrics(tmp_path / "metrics.jsonl"))
+        wait_for_steps(process, tmp_path, resumed + 3)
+        assert {pid for pid, title in marked_pids(mark).items() if "VLLMRollout" in title} == engines, "they are kept"
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+        assert not [title for title in marked(mark) if "ray::" in title]
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1)), "every step once"
+    assert {row["rows"] for row in rows} == {32.0}
+    assert sum(row.get("restarts/rollout", 0.0) for row in rows) == 1
+    assert sum(row.get("restarts/train", 0.0) for row in rows) == 1
+    assert max(row["rollout_logprob_difference/max"] for row in rows) < 1e-4, "engines have the trainer's weights"
+    calls = [span for span in spans(tmp_path / "timeline.json") if span["name"] == "generate" and "rank" in span]
+    assert {span["rank"] for span in calls if span["step"] > done + 1} == {0, 1}, "the new one draws, too"
+
+
+def test_losses_that_are_not_finite_end_a_run_with_their_rows_saved(tmp_path: Path) -> None:
+    small = ("model=tiny", "data.size=64", "max_steps=50", "algorithm.global_batch_size=8", "use_ray=false")
+    words = ("algorithm=sft", *small, "train.lr=1e36", "health.max_bad_steps=2")
+    done = rolegraph("run", *words, f"output_dir={tmp_path}", cwd=Path(__file__).parents[2])
+    said = " ".join(done.stdout.split())
+    assert done.returncode == 1, done.stdout[-2000:]
+    assert "the last 2 steps" in said
+    assert "health.max_bad_steps=2" in said
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["bad_steps"] for row in rows[-2:]] == [1.0, 2.0]
+    kept = sorted((tmp_path / "bad_steps").iterdir())
+    assert [path.name for path in kept] == [f"step-{row['step']}.parquet" for row in rows[-2:]]
+    table = pq.read_table(kept[0])
+    assert {"uid", "prompt_ids", "response_ids"} <= set(table.column_names)
+    assert len(table) == 8
 
 
 def test_an_interrupted_run_that_overlaps_frees_everything_within_seconds(tmp_path: Path) -> None:

@@ -6,8 +6,6 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,46 +16,53 @@ from rolegraph.batch import Batch
 from rolegraph.graph import GraphOptions, RoleGraph
 from rolegraph.group import RoleGroup
 from rolegraph.host import RoleSpec
+from rolegraph.interfaces import PRMRole, SamplerRole, SamplingParams, StepReduce, TeacherRole
+from rolegraph.placement import Plan
 from rolegraph.recovery import Care
 from rolegraph.role import Mesh, Role, endpoint
 from tests.rolegraph.fakes import batch_of, is_running, plan_of
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(180)]
 
 
-class Replica(Role):
-    """Says who served a row. `config`: a folder; the row whose uid a file there names kills who gets it."""
+class Mortal(Role):
+    """`config`: a folder. Who finds a file there that names its role and rank dies of it; the file is gone then."""
 
-    queue_in_flight = 2
-
-    @endpoint(dispatch="queue")
-    def serve(self, batch: Batch, delay: float = 0.05) -> Batch:
-        time.sleep(delay)
-        poison = Path(self.config, "poison")
-        if poison.exists() and poison.read_text() in batch["uid"].to_pylist():
-            poison.unlink()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return batch.with_columns({"served": np.full(len(batch), self.context.rank)})
-
-
-class Ranks(Role):
-    """Ranks that compute together, as a teacher's on Megatron."""
-
-    def setup(self) -> None:
-        self.calls = 0
-
-    @endpoint(dispatch="dp")
-    def score(self, batch: Batch, hang: float = 0.0) -> Batch:
-        poison = Path(self.config, f"poison {self.context.rank}")
+    def live_or_die(self) -> None:
+        poison = Path(self.config, f"{self.context.role} {self.context.rank}")
         if poison.exists():
             poison.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(hang if list(Path(self.config).glob("hang")) else 0.0)
+
+
+class Sampler(Mortal, SamplerRole):
+    queue_in_flight = 2
+
+    def sample(self, batch: Batch, sampling: SamplingParams) -> Batch:
+        time.sleep(0.1)
+        if self.context.rank == 1:
+            self.live_or_die()
         return batch.with_columns({"served": np.full(len(batch), self.context.rank)})
 
-    @endpoint()
-    def pid(self) -> int:
-        return os.getpid()
+
+class PRM(Mortal, PRMRole):
+    def score(self, batch: Batch, *, reduce: StepReduce = "min") -> Batch:
+        self.live_or_die()
+        return batch.with_columns({"prm_score": np.ones(len(batch))})
+
+
+class Teacher(Mortal, TeacherRole):
+    """Ranks that compute together, as those on Megatron: rank 0 waits for one that is gone."""
+
+    @endpoint(dispatch="dp")
+    def score(self, batch: Batch, *, topk: int = 0, hidden: bool = False, temperature: float = 1.0) -> Batch:
+        is_alone = Path(self.config, "teacher 1").exists()
+        if self.context.rank == 1:
+            time.sleep(1.0)  # rank 0 has looked
+            self.live_or_die()
+        elif is_alone:
+            time.sleep(600)
+        return batch.with_columns({"served": np.full(len(batch), self.context.rank)})
 
 
 class Watched(Care):
@@ -67,65 +72,61 @@ class Watched(Care):
 
     def __init__(self) -> None:
         self.told: list[str] = []
-        self.restarts = 0
+        self.restarts: list[str] = []
 
     def tell(self, text: str) -> None:
         self.told.append(text)
 
     def restarted(self, role: str) -> None:
-        self.restarts += 1
+        self.restarts.append(role)
 
 
-@asynccontextmanager
-async def running(
-    folder: Path, care: Care, kind: type[Role] = Replica, ranks: int = 2, mesh: Mesh | None = None
-) -> AsyncIterator[RoleGroup[Any]]:
-    options = GraphOptions(exp_name=folder.name, run_dir=str(folder))
-    spec = RoleSpec(kind, str(folder))
-    async with RoleGraph(plan_of(ranks=ranks, mesh=mesh), {"fake": spec}, options, care=care) as graph:
-        yield graph.group("fake")
+async def pids(group: RoleGroup[Any]) -> set[int]:
+    return {int(found["pid"]) for found in await group.metrics()}
 
 
-async def test_a_killed_replica_is_replaced_beside_the_call_and_works_again(tmp_path: Path) -> None:
-    care, local = Watched(), batch_of(60)
-    async with running(tmp_path, care) as group:
-        before = [member.context for member in group.members]
-        (tmp_path / "poison").write_text("u2")
-        calls = [asyncio.ensure_future(group.handle.serve(local.slice(a, a + 30), delay=0.2)) for a in (0, 30)]
-        out = Batch.concat(await asyncio.gather(*calls))
-        assert out["uid"].to_pylist() == local["uid"].to_pylist(), "every row once, in its place"
-        while len(group.alive) < 2:  # noqa: ASYNC110
+async def test_replicas_are_replaced_beside_their_calls_and_ranks_that_compute_together_as_a_whole(
+    tmp_path: Path,
+) -> None:
+    care, local, kinds = Watched(), batch_of(40), {"sampler": Sampler, "prm": PRM, "teacher": Teacher}
+    plans = {
+        "sampler": plan_of("sampler", 2, cores=0.2),
+        "prm": plan_of("prm", 1, cores=0.2),
+        "teacher": plan_of("teacher", 2, mesh=Mesh(dp=2), cores=0.2),
+    }
+    plan = Plan({role: each.roles[role] for role, each in plans.items()}, tuple((role,) for role in plans), "cpu")
+    specs = {role: RoleSpec(kind, str(tmp_path)) for role, kind in kinds.items()}
+    options = GraphOptions(exp_name=tmp_path.name, run_dir=str(tmp_path))
+    async with RoleGraph(plan, specs, options, care=care) as graph:
+        sampler, prm, teacher = (graph.handle(role, kind) for role, kind in kinds.items())
+        before = {role: (await pids(group), [m.context for m in group.members]) for role, group in graph.groups.items()}
+        for name in ("sampler 1", "prm 0", "teacher 1"):
+            (tmp_path / name).touch()
+        found = await asyncio.gather(
+            sampler.sample(local, SamplingParams()),  # type: ignore[attr-defined]
+            prm.score(local),  # type: ignore[attr-defined]
+            teacher.score(local),  # type: ignore[attr-defined]
+        )
+        assert all(out["uid"].to_pylist() == local["uid"].to_pylist() for out in found), "every row once, in its place"
+        while any(group.is_awaited for group in graph.groups.values()):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-        later = await group.handle.serve(local, delay=0.02)
-        assert set(later.numpy("served")) == {0, 1}, "rows go to the new one too"
-        for old, new in zip(before, (member.context for member in group.members), strict=True):
-            assert (new.rank, new.device_ids, new.node, new.local_rank, new.local_world_size) == (
-                old.rank, old.device_ids, old.node, old.local_rank, old.local_world_size,
-            )  # fmt: skip
-    assert care.restarts == 1
-    died, works = care.told
-    assert "died: The actor died unexpectedly" in died
-    assert len(died) < 500
-    assert died.endswith("is started again (restart 1 of 2)")
-    assert "works again after" in works
-
-
-async def test_ranks_that_compute_together_are_started_again_together(tmp_path: Path) -> None:
-    care, local = Watched(), batch_of(6)
-    async with running(tmp_path, care, Ranks, mesh=Mesh(dp=2)) as group:
-        before = await group.handle.pid()
-        (tmp_path / "poison 1").touch()
-        (tmp_path / "hang").touch()
-        asked = asyncio.ensure_future(group.handle.score(local, hang=60))
-        await asyncio.sleep(0.5)
-        (tmp_path / "hang").unlink()
-        started = time.monotonic()
-        out = await asked
-        assert time.monotonic() - started < 40, "nobody waits for the peer that hangs"
-        after = await group.handle.pid()
-        assert out["uid"].to_pylist() == local["uid"].to_pylist()
-        assert not set(before) & set(after)
-        assert not any(is_running(pid) for pid in before), "two processes never share a seat"
-    assert care.restarts == 1
-    assert "fake rank 1 died" in care.told[0]
-    assert "fake with its 2 ranks is started again (restart 1 of 2)" in care.told[0]
+        again = await sampler.sample(local, SamplingParams())  # type: ignore[attr-defined]
+        assert set(again.numpy("served")) == {0, 1}, "rows go to the new one too"
+        for role, group in graph.groups.items():
+            old, contexts = before[role]
+            now = await pids(group)
+            assert len(now) == len(old)
+            assert len(now - old) == {"sampler": 1, "prm": 1, "teacher": 2}[role]
+            assert not any(is_running(pid) for pid in old - now), "two processes never share a seat"
+            for was, member in zip(contexts, group.members, strict=True):
+                new = member.context
+                assert (new.rank, new.node, new.local_rank, new.local_world_size) == (
+                    was.rank, was.node, was.local_rank, was.local_world_size,
+                )  # fmt: skip
+    assert sorted(care.restarts) == ["prm", "sampler", "teacher"]
+    died = {role: next(text for text in care.told if text.startswith(role) and "died" in text) for role in kinds}
+    assert "sampler rank 1 died: The actor died unexpectedly" in died["sampler"]
+    assert all(len(text) < 500 for text in died.values())
+    assert died["prm"].endswith("; prm rank 0 is started again (restart 1 of 2)")
+    assert died["teacher"].endswith("; teacher with its 2 ranks is started again (restart 1 of 2)")
+    assert sum("works again after" in text for text in care.told) == 3

@@ -381,3 +381,43 @@ def test_a_teacher_steps_aside_where_the_config_says_so() -> None:
     for moves, rest in ((True, Rest.HOST), (False, Rest.STAYS)):
         found = tenant(TeacherRole, PlacementConfig(offload_teacher_model=moves))
         assert found == Tenant({"model": rest})
+
+
+# ----- roles that are started again -----
+
+
+async def test_another_phase_in_the_middle_of_a_turn_gives_back_what_it_took() -> None:
+    turns, calls, _ = taker(level=2)
+    async with turns.take("sync", PHASES["sync"]):
+        pass
+    async with turns.take("generate", PHASES["generate"]):
+        calls.clear()
+        async with turns.interlude("sync", PHASES["sync"]):
+            assert calls == ["rollout away weights kv_cache", "train back model", "rollout back weights"]
+        assert calls[3:] == ["train away model", "rollout back kv_cache"]
+        assert turns.turns.at("rollout", "weights") is At.DEVICE
+    with pytest.raises(ZeroDivisionError):
+        async with turns.take("generate", PHASES["generate"]), turns.interlude("sync", PHASES["sync"]):
+            raise ZeroDivisionError
+    with pytest.raises(TurnError, match="dropped"):
+        async with turns.take("generate", PHASES["generate"]):
+            pass
+
+
+async def test_all_others_make_room_for_a_role_that_is_started_anew() -> None:
+    turns, calls, _ = taker(level=1)
+    async with turns.take("generate", PHASES["generate"]):
+        pass
+    assert turns.turns.at("train", "optimizer") is At.AWAY
+    calls.clear()
+    await turns.make_room("train")
+    assert calls == ["rollout away weights kv_cache"]
+    await turns.make_room("train")
+    assert len(calls) == 1, "what is away stays away"
+    turns.turns.started_anew("train")
+    async with turns.take("train", PHASES["train"]):
+        assert len(calls) == 1
+    async with turns.take("generate", PHASES["generate"]):
+        assert calls[1:] == ["train away model optimizer", "rollout back weights kv_cache"]
+    await turns.make_room("stranger")
+    turns.turns.started_anew("stranger")
