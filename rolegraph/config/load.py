@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -47,22 +47,14 @@ def load(
 
 
 def load_saved(
-    path: Path,
-    overrides: Sequence[str] = (),
-    *,
-    config_dir: str | None = None,
-    elsewhere: bool = False,
-    change: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    path: Path, overrides: Sequence[str] = (), *, config_dir: str | None = None, elsewhere: bool = False
 ) -> Loaded:
-    """Check the config that a run kept in its folder, or in a checkpoint, with some values changed, by `change` first.
+    """Check the config that a run kept in its folder, or in a checkpoint, with some values changed.
 
     Raises ConfigError as `load` does; a fault's origin is then a line of that file.
     """
     add_to_path(config_dir)
-    source = read_saved(path, overrides, config_dir, change=change)
-    # What does not work yet is there with its defaults.
-    tree = {key: node for key, node in source.tree.items() if (key,) not in rules.LATER}
-    return check(replace(source, tree=tree), config_dir=config_dir, elsewhere=elsewhere)
+    return check(read_saved(path, overrides, config_dir), config_dir=config_dir, elsewhere=elsewhere)
 
 
 def load_job(rewritten: Sequence[str], *, typed: Sequence[str], config_dir: str | None, config_name: str) -> RunConfig:
@@ -102,8 +94,7 @@ def filled(tree: Mapping[str, Any]) -> dict[str, Any]:
 def check(source: Composed, *, config_dir: str | None = None, elsewhere: bool = False) -> Loaded:
     """Check a composed tree and derive what is left open."""
     problems: list[Problem] = []
-    tree = rules.refuse_later_work(source.tree, problems)
-    full = filled(tree)
+    full = filled(source.tree)
     resolved = resolve(as_config(full), problems)
     checker = Checker()
     root = checker.dataclass(_without_roles(resolved, checker), RootConfig, ())

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from rolegraph.algorithms.distillation import TEACHER_KEY
-from rolegraph.config.check import Problem
 from rolegraph.config.checkpoint_rules import checkpoints_can_be_made, checkpoints_that_stay, resuming_is_possible
 from rolegraph.config.eval_rules import eval_sets_have_what_they_need, evaluation_is_due, rollout_has_work
 from rolegraph.config.eval_sets import reward_of, with_scorers
 from rolegraph.config.model_rules import experts_are_whole, positions_suffice, room, sizes_divide
-from rolegraph.config.provenance import join
 from rolegraph.config.reward_rules import text_is_enough
 from rolegraph.config.schema import RunConfig
 from rolegraph.config.targets import fields_in_source
@@ -25,34 +22,6 @@ from rolegraph.config.turn_rules import algorithm_roles, needs_sleep_mode, turns
 from rolegraph.placement import Plan, requests
 from rolegraph.placement.memory import USABLE
 from rolegraph.role import is_scorer, is_teacher
-
-LATER: dict[tuple[str, ...], str] = {
-    ("health",): "starting roles again",
-}
-"""Keys that users of such systems know and that nothing here acts on yet."""
-
-
-def refuse_later_work(tree: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
-    """The tree without the keys of later work; any that is set to something is reported.
-
-    A node with a `_target_` is a user's own role and stays.
-    """
-    kept = {key: dict(node) if isinstance(node, Mapping) else node for key, node in tree.items()}
-    for path, what in LATER.items():
-        parent = kept if len(path) == 1 else kept.get(path[0])
-        if not isinstance(parent, dict) or path[-1] not in parent:
-            continue
-        value = parent[path[-1]]
-        if isinstance(value, Mapping) and "_target_" in value:
-            continue
-        del parent[path[-1]]
-        if value:
-            problems.append(Problem(path, f"{what.split(';')[0]} does not work yet: remove {join(path)}" + _rest(what)))
-    return kept
-
-
-def _rest(what: str) -> str:
-    return f", {what.split('; ')[1]}" if ";" in what else ""
 
 
 def broken(run: RunConfig, *, elsewhere: bool = False) -> Iterator[str]:

@@ -10,7 +10,7 @@ import sys
 import time
 
 BENCHMARKS = ("core", "planning", "overlap", "logprob", "divergence", "train_step", "grpo", "gkd")
-BENCHMARKS += ("decoding", "sampling", "checkpoint", "quickstart", "startup")
+BENCHMARKS += ("decoding", "sampling", "checkpoint", "quickstart", "startup", "recovery")
 
 
 def main(names: list[str]) -> None:

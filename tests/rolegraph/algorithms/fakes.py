@@ -87,7 +87,7 @@ class Telemetry:
         self.evaluations.append((self.offset, dict(metrics)))
 
     def logged(self, prefix: str) -> dict[int, Mapping[str, float]]:
-        return {**self.earlier, **dict(self.evaluations)}
+        return dict(self.earlier)
 
     def tables(self, tables: Any) -> None:
         self.shown += tables

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rolegraph.config import load
-from rolegraph.config.rules import LATER, chats_are_not_tokenised, settle
+from rolegraph.config.rules import chats_are_not_tokenised, settle
 from rolegraph.config.schema import RunConfig, Spec
 from rolegraph.config.targets import fields_in_source
 from rolegraph.data import DataConfig
@@ -21,15 +21,6 @@ from rolegraph.placement.clusters import cluster
 from rolegraph.placement.environment import as_environment
 from tests.rolegraph.config.conftest import Folder
 from tests.rolegraph.config.test_check import faults
-
-
-@pytest.mark.parametrize("path", LATER, ids=".".join)
-def test_later_work_is_refused_by_name(user: Folder, path: tuple[str, ...]) -> None:
-    key = ".".join(path)
-    message = faults(user, f"{key}=1")
-    assert f"{key}: " in message
-    assert "does not work yet" in message
-    assert f"from command line: {key}=1" in message
 
 
 def test_resume_needs_an_algorithm_that_can_and_a_folder(user: Folder) -> None:
