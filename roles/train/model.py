@@ -50,7 +50,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> Any:
         outputs = super()._preprocess(input_ids=input_ids, position_ids=position_ids, **kwargs)
-        if self.config.recompute_granularity == "full" and torch.is_grad_enabled() and outputs[0] is not None:
+        if self.config.recompute_granularity is not None and torch.is_grad_enabled() and outputs[0] is not None:
             # Beside a frozen embedding nothing would tell the recomputed layers that they have a gradient.
             outputs[0].requires_grad_()
         packed: PackedSeqParams | None = kwargs.get("packed_seq_params")

@@ -66,7 +66,13 @@ def check_model(config: MegatronModelConfig, hf_config: Any, experts: bool) -> N
             f"{node}.share_prompts=true is for installations without Transformer Engine, whose attention has no "
             "prompts that several responses see: set it to null"
         )
-    if experts and getattr(config, "adapter", None) is not None:
+    has_adapters = getattr(config, "adapter", None) is not None
+    if has_adapters and config.megatron.get("use_transformer_engine_op_fuser"):
+        found.append(
+            f"{node}.megatron.use_transformer_engine_op_fuser=true computes MLPs past the modules that adapters are "
+            "beside: remove it"
+        )
+    if experts and has_adapters:
         found.append(
             f"{node}.tuner_type=lora: {hf_config.model_type} has experts, which have no adapters here: set "
             f"{node}.tuner_type=full, or choose a dense model"

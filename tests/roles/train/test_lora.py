@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from rolegraph.errors import ConfigError
 from roles.train.adapter import first_a
@@ -53,6 +54,9 @@ def test_weights_stay_and_checkpoints_go_on_bit_for_bit(start: Start, tmp_path: 
     role.save(str(tmp_path))
     followed = [role.step(batch, loss=NLL)["loss"] for batch in BATCHES]
     role.finish_save()
+    keys = [key for key in FileSystemReader(tmp_path).read_metadata().state_dict_metadata if not key.startswith("rng")]
+    assert keys
+    assert all(".lora_" in key for key in keys), "the weights beside them are in the model's folder"
 
     role = start(**LORA, weight_decay=0.1, seed=99)
     role.load(str(tmp_path))

@@ -19,7 +19,7 @@ from rolegraph.placement.memory import Trainer
 from roles.train.config import MegatronTrainConfig
 from tests.models import make_checkpoint
 from tests.roles.train import lora_workers as workers
-from tests.roles.train.megatron_workers import NLL, OPTIMIZER, Case, free_port
+from tests.roles.train.megatron_workers import Case, free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -134,27 +134,6 @@ def test_the_memory_estimate_counts_what_ranks_hold(case: Case, runs: Any, folde
         assert held["reference"] == counted.get("reference", 0) == 0
         assert counted["gradients"] <= held["gradients"] <= counted["gradients"] * 1.02 + 4096
     assert sum(held["optimizer"] for held in seen) == sum(counted["optimizer"] for counted in counts)
-
-
-@pytest.mark.parametrize("name", ["tp2-sp", "dp2"])
-def test_a_checkpoint_of_several_ranks_goes_on_on_one(name: str, runs: Any, folder: Path, start: Any) -> None:
-    """It holds adapters alone: the weights beside them are those of the model's folder."""
-    (case,) = (case for case in CASES if case.name == name)
-    ranks, saved = runs[name], folder / f"export-{name}" / "saved"
-    role = start(case.kind, seed=0, **{"micro_batch_size": 3} | OPTIMIZER | workers.LORA)
-    role.load(str(saved))
-    found = np.concatenate([np.asarray(row) for row in role.logprobs(workers.batches()[0])["logprobs"].to_pylist()])
-    assert np.abs(found - _joined(ranks, "after")).max() < 1e-5
-    step = role.step(workers.batches()[1], loss=NLL, temperature=1.0)
-    assert abs(step["loss"] - ranks[0]["next"]["loss"]) < 1e-5
-    assert abs(step["grad_norm"] - ranks[0]["next"]["grad_norm"]) < 1e-5
-    assert all(".lora_" in key for key in _keys(saved)), _keys(saved)
-
-
-def _keys(folder: Path) -> list[str]:
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-    return [key for key in FileSystemReader(folder).read_metadata().state_dict_metadata if not key.startswith("rng")]
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
