@@ -50,7 +50,7 @@ Options of `run` and `plan`
 Tab completion in bash: eval "$(rolegraph -sc install=bash)"
 """
 
-COMMANDS = {"checkpoints": "rolegraph.checkpoints.command"}
+COMMANDS = {"checkpoints": "rolegraph.checkpoints.command", "export": "rolegraph.checkpoints.export"}
 """Commands of their own by the module whose `main(words)` runs them and gives the exit code."""
 CONFIG_FAULT = 2
 FAILED = 1
@@ -73,7 +73,7 @@ def dispatch(argv: list[str]) -> int:
 
         print(f"rolegraph {version('rolegraph')}")
         return 0
-    commands: dict[str, Callable[[list[str]], int]] = {"run": _run, "plan": _plan, "export": _export}
+    commands: dict[str, Callable[[list[str]], int]] = {"run": _run, "plan": _plan}
     commands |= {name: _from_module(module) for name, module in COMMANDS.items()}
     if argv[0] not in commands:
         print(f"rolegraph: there is no command {argv[0]!r}: type `rolegraph run ...` or `rolegraph plan ...`\n")
@@ -142,12 +142,6 @@ def _plan(words: list[str]) -> int:
 
         write_plan(given["-o"], run, placed, estimate, inventory)
     return 0
-
-
-def _export(words: list[str]) -> int:
-    from rolegraph.checkpoints.export import command
-
-    return command(words)
 
 
 PLAN_OPTIONS = {"--cluster": "2x8xH100-80G", "-o": "plan.json"}

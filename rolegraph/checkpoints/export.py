@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rolegraph.checkpoints import folder
 from rolegraph.checkpoints.card import base_name, write_card
@@ -18,34 +19,24 @@ if TYPE_CHECKING:
     from rolegraph.config.schema import RunConfig
     from rolegraph.placement import Plan
 
-USAGE = """rolegraph export CHECKPOINT OUT [--adapter] [--config-dir DIR]
-
-  CHECKPOINT   a checkpoint (RUN/checkpoints/step-N), or the folder of a run, for its newest one
-  OUT          the Hugging Face folder to write: weights, config, tokenizer and README.md; it must not be there yet
-  --adapter    the adapter alone, as PEFT reads it, of a run with train.tuner_type=lora
-  --config-dir DIR   the folder with config groups and modules of your own that the run had
-"""
 _ONE = ("tensor", "pipeline", "context", "expert")
 
 
-def command(words: Sequence[str]) -> int:
-    """The command line behind `rolegraph export`."""
-    from argparse import ArgumentParser
+class _Parser(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}: type rolegraph export CHECKPOINT OUT [--adapter]")
 
-    if "-h" in words or "--help" in words:
-        print(USAGE)
-        return 0
-    parser = ArgumentParser(prog="rolegraph export", add_help=False, exit_on_error=False, allow_abbrev=False)
-    parser.add_argument("paths", nargs="*", type=Path)
-    parser.add_argument("--adapter", action="store_true")
-    parser.add_argument("--config-dir")
-    given, rest = parser.parse_known_args(list(words))
-    if rest or len(given.paths) != 2:
-        wrong = f"there is no option {rest[0]}" if rest else f"{len(given.paths)} paths are given, of 2"
-        raise ConfigError(f"{wrong}: type rolegraph export CHECKPOINT OUT [--adapter]")
-    checkpoint, out = given.paths
-    step = export(checkpoint, out, adapter=given.adapter, config_dir=given.config_dir)
-    print(f"{out}: {'the adapter' if given.adapter else 'the model'} of step {step}")
+
+def main(words: Sequence[str]) -> int:
+    """Run the command with these words."""
+    parser = _Parser(prog="rolegraph export", description="Write a checkpoint as a Hugging Face folder.")
+    parser.add_argument("checkpoint", type=Path, help="RUN/checkpoints/step-N, or the folder of a run: its newest one")
+    parser.add_argument("out", type=Path, help="the folder to write, which is not there yet")
+    parser.add_argument("--adapter", action="store_true", help="the adapter alone, as PEFT reads it")
+    parser.add_argument("--config-dir", metavar="DIR", help="where the run had config groups and modules of its own")
+    given = parser.parse_args(list(words))
+    step = export(given.checkpoint, given.out, adapter=given.adapter, config_dir=given.config_dir)
+    print(f"{given.out}: {'the adapter' if given.adapter else 'the model'} of step {step}")
     return 0
 
 

@@ -108,9 +108,9 @@ def test_an_adapter_is_refused_where_all_weights_were_trained(run_dir: Path, tmp
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["a"], "1 paths are given, of 2"),
-        (["a", "b", "--adapters"], "there is no option --adapters"),
-        (["a", "b", "c"], "3 paths are given, of 2"),
+        (["a"], "the following arguments are required: out: type rolegraph export CHECKPOINT OUT"),
+        (["a", "b", "--adapters"], "unrecognized arguments: --adapters"),
+        (["a", "b", "c"], "unrecognized arguments: c"),
         (["gone", "b"], "gone is no folder"),
     ],
 )
