@@ -20,7 +20,7 @@ from torch import Tensor
 
 from roles.train import optimizer_state, shim
 from roles.train.adapter import tensor_name
-from roles.train.checkpoint_folder import broken, differences, told_apart
+from roles.train.checkpoint_folder import INCIDENTAL, broken, differences, told_apart
 from roles.train.model import Policy, load_weights
 from roles.train.saving import Saving, agree
 from roles.train.trainer import Trainer
@@ -45,8 +45,6 @@ Sharded = Any  # a ShardedTensor or a ShardedTensorFactory; megatron-core has no
 COMMON = "common.pt"
 FORMAT = 1
 """Of what `common.pt` holds under `rolegraph`."""
-_INCIDENTAL = ("transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache", "architectures")
-"""Settings of a Hugging Face config that do not tell one model from another."""
 
 
 class Checkpoint:
@@ -330,7 +328,7 @@ def _identity(policy: Policy) -> dict[str, Any]:
     """What has to be the same where a checkpoint is loaded."""
     settings = policy.bridge.hf_config.to_dict()
     return {
-        "model": {key: value for key, value in settings.items() if key not in _INCIDENTAL},
+        "model": {key: value for key, value in settings.items() if key not in INCIDENTAL},
         "adapter": None if policy.adapters is None else dataclasses.asdict(policy.adapters.info),
         "dtype": str(policy.dtype).removeprefix("torch."),
     }

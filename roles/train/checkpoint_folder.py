@@ -9,6 +9,9 @@ from typing import Any
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+INCIDENTAL = ("transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache", "architectures")
+"""Settings of a Hugging Face config that do not tell one model from another."""
+
 
 def broken(folder: Path, *files: str) -> str:
     """Why the folder is no whole checkpoint with `.metadata` and these files; empty where it is one."""

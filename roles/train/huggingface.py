@@ -31,15 +31,18 @@ class HuggingFaceTrain(ShardedTrain):
         """Load the model; raises ConfigError where config, model and installation do not fit."""
         started = time.perf_counter()
         self._configure_process()
-        from roles.train import huggingface_model, huggingface_passes, huggingface_weights, offload, trainer
+        from roles.train import huggingface_checkpoint as checkpoint
+        from roles.train import huggingface_model as model
+        from roles.train import huggingface_passes as passes
+        from roles.train import huggingface_weights as weights
+        from roles.train import offload, trainer
 
-        self._policy: HFPolicy = huggingface_model.build_policy(self.config, self.context)
-        learner = huggingface_passes.HFLearner(self.config, self._policy)
+        self._policy: HFPolicy = model.build_policy(self.config, self.context)
+        learner = passes.HFLearner(self.config, self._policy)
         self._trainer: Trainer = trainer.Trainer(self.config, learner)
-        self._export: HFExport = huggingface_weights.HFExport(self._policy)
-        self._offload: Offload = offload.Offload(
-            self._policy, moves=self.context.device == "cuda", held=huggingface_model.held
-        )
+        self._export: HFExport = weights.HFExport(self._policy)
+        self._offload: Offload = offload.Offload(self._policy, moves=self.context.device == "cuda", held=model.held)
+        self._checkpoint = checkpoint.HFCheckpoint(self._policy, self._trainer)
         _log.info("rank %d ready in %.1f s", self.context.rank, time.perf_counter() - started)
 
     def _leave(self) -> None:
@@ -48,11 +51,7 @@ class HuggingFaceTrain(ShardedTrain):
         leave()
 
     def _write_folder(self, path: str) -> None:
-        from transformers import AutoConfig
-
         from roles.train.hf_folder import write_folder
 
-        source = self._policy.source
-        # Not the model's own settings, whose dropout is off.
-        settings = AutoConfig.from_pretrained(source)
-        write_folder(self._export, path, source=source, hf_config=settings, dtype=self._policy.dtype)
+        policy = self._policy
+        write_folder(self._export, path, source=policy.source, hf_config=policy.settings, dtype=policy.dtype)

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import is_flash_attn_2_available
 
 from rolegraph.errors import ConfigError, RoleGraphError
-from rolegraph.interfaces import PolicyWeights
+from rolegraph.interfaces import AdapterInfo, PolicyWeights
 from rolegraph.role import RoleContext
 from roles.logits import HeadRule, head_rule
 from roles.train import process_group
@@ -62,9 +62,15 @@ class HFPolicy:
     rule: HeadRule
     packed: bool
     """Rows of a micro-batch are packed."""
+    settings: Any
+    """The configuration of transformers as it came with the model."""
     optimizer: torch.optim.AdamW
+    adapter: AdapterInfo | None = None
+    """Where adapters are trained, their sizes."""
     reference: dict[str, Tensor] | None = None
     """This rank's shards of the second set of weights, by parameter name."""
+    reference_moved: bool = False
+    """Whether it is another than that of the start."""
     average: dict[str, Tensor] | None = None
     """The same of the moving average of the weights."""
 
@@ -77,19 +83,33 @@ class HFPolicy:
         """This rank's part of each weight, by parameter name; tied ones once."""
         return {name: local(param) for name, param in self.model.named_parameters()}
 
-    @torch.no_grad()
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The weights under training by name; tied ones once."""
+        return {name: param for name, param in self.model.named_parameters() if param.requires_grad}
+
+    def copies(self) -> dict[str, Tensor]:
+        """Copies of this rank's shards."""
+        return {name: shard.detach().clone() for name, shard in self.shards().items()}
+
     def save_reference(self) -> None:
         """Copy the weights of now."""
-        if self.reference is None:
-            self.reference = {name: torch.empty_like(shard) for name, shard in self.shards().items()}
-        for name, shard in self.shards().items():
-            self.reference[name].copy_(shard)
+        self.reference, self.reference_moved = self.copies(), True
+
+    def initial(self) -> dict[str, Tensor]:
+        """This rank's shards of the weights of the start, read again."""
+        found = AutoModelForCausalLM.from_pretrained(self.source, dtype="auto")
+        params = dict(self.model.named_parameters())
+        return {
+            name: part(param.detach(), params[name]).to(self.device, torch.float32)
+            for name, param in found.named_parameters()
+        }
 
     @torch.no_grad()
     def update_average(self, decay: float) -> None:
         """average = decay * average + (1 - decay) * weights; the first call begins with the weights of now."""
         if self.average is None:
-            self.average = {name: shard.clone() for name, shard in self.shards().items()}
+            self.average = self.copies()
             return
         shards = self.shards()
         torch._foreach_lerp_(list(self.average.values()), [shards[name] for name in self.average], 1.0 - decay)
@@ -171,6 +191,14 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def part(tensor: Tensor, sharded: Tensor) -> Tensor:
+    """This rank's part of a whole tensor, cut as `sharded` is."""
+    if not isinstance(sharded, DTensor):
+        return tensor
+    rank, parts = dist.get_rank(), tensor.chunk(dist.get_world_size())
+    return parts[rank] if rank < len(parts) else tensor[:0]
+
+
 def like(sharded: Tensor, shard: Tensor) -> Tensor:
     """This rank's `shard` of a tensor that is cut as `sharded` is."""
     if not isinstance(sharded, DTensor):
@@ -197,6 +225,7 @@ def build_policy(config: HuggingFaceTrainConfig, context: RoleContext) -> HFPoli
     dtype = {"auto": torch.bfloat16 if on_gpu else torch.float32}.get(config.dtype) or getattr(torch, config.dtype)
     _log.info("computing in %s on %s", str(dtype).removeprefix("torch."), device)
     process_group.join(context)
+    settings = AutoConfig.from_pretrained(config.folder)
     model = _load(config, on_gpu)
     root = _shard(Root(model), dtype, device)
     policy = HFPolicy(
@@ -206,10 +235,11 @@ def build_policy(config: HuggingFaceTrainConfig, context: RoleContext) -> HFPoli
         device=device,
         rule=head_rule(model),
         packed=_packs(config, model),
+        settings=settings,
         optimizer=_optimizer(config, model),
     )
     if config.reference == "initial":
-        policy.save_reference()
+        policy.reference = policy.copies()
     return policy
 
 
@@ -241,9 +271,15 @@ def _load(config: HuggingFaceTrainConfig, on_gpu: bool) -> Any:
 
 def _packs(config: HuggingFaceTrainConfig, model: Any) -> bool:
     """Whether rows are packed: by default where attention knows where each ends, and skips what lies between."""
+    positions = _takes(model, "position_ids")
+    if config.padding_free and not positions:
+        raise ConfigError(
+            f"train.padding_free=true: {type(model).__name__} takes no positions, by which packed rows are told apart: "
+            "set it to false"
+        )
     if config.padding_free is not None:
         return config.padding_free
-    return str(model.config._attn_implementation).startswith("flash_attention")
+    return positions and str(model.config._attn_implementation).startswith("flash_attention")
 
 
 def _shard(root: Root, dtype: torch.dtype, device: torch.device) -> Root:
@@ -291,4 +327,8 @@ def _optimizer(config: HuggingFaceTrainConfig, model: nn.Module) -> torch.optim.
 
 def takes_cache(model: Any) -> bool:
     """Whether the decoder has a key-value cache to be switched off."""
-    return "use_cache" in inspect.signature(model.get_decoder().forward).parameters
+    return _takes(model, "use_cache")
+
+
+def _takes(model: Any, name: str) -> bool:
+    return name in inspect.signature(model.get_decoder().forward).parameters
