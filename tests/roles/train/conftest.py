@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rolegraph.role import RoleContext
-from roles.train.config import MegatronTrainConfig
+from roles.train.config import HuggingFaceTrainConfig, MegatronTrainConfig
 from tests.models import make_checkpoint
 from tests.roles.train.megatron_workers import free_port
 
@@ -24,17 +24,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def classes(backend: str) -> tuple[Any, Any]:
+    """A train role and its config."""
+    if backend == "megatron":
+        from roles.train.megatron import MegatronTrain
+
+        return MegatronTrain, MegatronTrainConfig
+    from roles.train.huggingface import HuggingFaceTrain
+
+    return HuggingFaceTrain, HuggingFaceTrainConfig
+
+
 @pytest.fixture
 def start(folder: Path) -> Iterator[Callable[..., Any]]:
-    """Start a role on this process; one at a time."""
-    from roles.train.megatron import MegatronTrain
-
+    """Start a role on this process, `backend` huggingface or Megatron's; one at a time."""
     running: list[Any] = []
 
-    def make(kind: str = "qwen3", *, deterministic: bool = False, **settings: Any) -> Any:
+    def make(kind: str = "qwen3", *, backend: str = "megatron", deterministic: bool = False, **settings: Any) -> Any:
         stop()
         context = RoleContext(role="train", threads=1, master_port=free_port(), deterministic=deterministic)
-        role = MegatronTrain(MegatronTrainConfig(model=str(folder / kind), **{"lr": 1e-2} | settings), context)
+        role_class, config = classes(backend)
+        role = role_class(config(model=str(folder / kind), **{"lr": 1e-2} | settings), context)
         running.append(role)
         role.setup()
         return role
