@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rolegraph.algorithms.selection import data_part
+from rolegraph.config.eval_sets import completion_length
 from rolegraph.config.schema import RunConfig
+from rolegraph.evaluation.config import EvalSetConfig
 from rolegraph.placement import Plan
 
 
@@ -136,8 +138,23 @@ def sentences(run: RunConfig, placed: Plan) -> Iterator[tuple[str, str]]:
     if (sampled := candidates(run, placed)) is not None:
         yield from _of_candidates(run, sampled)
     found = batches(run, placed)
-    if found is None:
-        return
+    if found is not None:
+        yield from _of_steps(found)
+    for name, each in run.eval.sets.items():
+        yield f"eval set {name}", _of_set(run, each)
+
+
+def _of_set(run: RunConfig, each: EvalSetConfig) -> str:
+    known = [each.data.size if each.data.source == "reasoning_gym" else None, each.data.limit]
+    rows = min((number for number in known if number is not None), default=None)
+    what = "every row" if rows is None else f"{rows} rows"
+    responses = f"response{'s' if each.samples > 1 else ''} of at most {completion_length(run, each)} tokens"
+    drawn = f" x {each.samples} {responses}" if each.samples else ""
+    when = f", every {run.eval.every} steps" if run.eval.every and "train" in run.roles else ""
+    return f"{what}{drawn}" + (" with their loss" if each.loss else "") + when
+
+
+def _of_steps(found: Batches) -> Iterator[tuple[str, str]]:
     if found.samples_per_prompt is not None:
         prompts, group, samples = found.prompts_per_generation, found.samples_per_prompt, found.samples_per_generation
         yield "a generation", f"{prompts} prompts x {group} samples = {samples} samples"

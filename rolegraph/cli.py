@@ -21,6 +21,8 @@ USAGE = """rolegraph trains language models by reinforcement learning on a graph
   rolegraph run  [CHOICES] [KEY=VALUE ...]    train
   rolegraph plan [CHOICES] [KEY=VALUE ...]    show which rank runs where, how batches divide and what memory that
                                               takes; starts nothing
+  rolegraph eval CHECKPOINT|MODEL [CHOICES] [KEY=VALUE ...]
+                                              evaluate what a checkpoint holds, or a model (rolegraph eval --help)
   rolegraph checkpoints RUN [--verify] [--prune --keep-last N]
                                               the checkpoints of a run: which are whole, and which go
   rolegraph export CHECKPOINT OUT             write a checkpoint as a Hugging Face folder
@@ -73,7 +75,7 @@ def dispatch(argv: list[str]) -> int:
 
         print(f"rolegraph {version('rolegraph')}")
         return 0
-    commands: dict[str, Callable[[list[str]], int]] = {"run": _run, "plan": _plan}
+    commands: dict[str, Callable[[list[str]], int]] = {"run": _run, "plan": _plan, "eval": _eval}
     commands |= {name: _from_module(module) for name, module in COMMANDS.items()}
     if argv[0] not in commands:
         print(f"rolegraph: there is no command {argv[0]!r}: type `rolegraph run ...` or `rolegraph plan ...`\n")
@@ -142,6 +144,15 @@ def _plan(words: list[str]) -> int:
 
         write_plan(given["-o"], run, placed, estimate, inventory)
     return 0
+
+
+def _eval(words: list[str]) -> int:
+    from rolegraph.evaluation.command import command
+
+    if wrong := [word for word in words if word.partition("=")[0] in PLAN_OPTIONS]:
+        option = wrong[0].partition("=")[0]
+        raise ConfigError(f"{option} is for `rolegraph plan`: an evaluation takes the machines it finds")
+    return command(words, parse=_parse, run=_run, refuse=_refuse_early)
 
 
 PLAN_OPTIONS = {"--cluster": "2x8xH100-80G", "-o": "plan.json"}

@@ -15,16 +15,15 @@ from typing import Any, TypeVar
 from rolegraph.algorithms.base import Algorithm
 from rolegraph.algorithms.hooks import Hook
 from rolegraph.algorithms.scorers import Scorers
-from rolegraph.algorithms.teachers import Teachers, assigned
+from rolegraph.algorithms.teachers import Teachers
 from rolegraph.care import RunCare
 from rolegraph.checkpoints.folder import Checkpoint, newest
 from rolegraph.checkpoints.resume import check_trainer, go_on, start_of
-from rolegraph.config.eval_sets import needs_of
 from rolegraph.config.rules import settle
 from rolegraph.config.schema import RunConfig, Spec
 from rolegraph.config.turn_rules import takes_no_device
 from rolegraph.data import Dataset
-from rolegraph.errors import ConfigError, DataError, PlanError, RoleGraphError
+from rolegraph.errors import ConfigError, PlanError, RoleGraphError
 from rolegraph.graph import GraphOptions, OnReady, RoleGraph
 from rolegraph.host import RoleSpec
 from rolegraph.models import ensure
@@ -32,10 +31,11 @@ from rolegraph.movers import mover
 from rolegraph.parcel import code_folder
 from rolegraph.placement import Plan, plan, requests, this_machine
 from rolegraph.placement.environment import as_environment
+from rolegraph.reading import load_all
 from rolegraph.rebuild import TrainGroup
 from rolegraph.results import alone_in
 from rolegraph.rewards.config import RewardConfig
-from rolegraph.role import Role, is_teacher
+from rolegraph.role import Role
 from rolegraph.telemetry import Telemetry
 from rolegraph.telemetry.report import write_report
 from rolegraph.turns import TurnTaker, turns_of
@@ -121,9 +121,9 @@ async def _run(config: RunConfig, run_dir: Path) -> None:
         care = RunCare(config.health.max_restarts, turns, telemetry)
         graph = _graph(config, placed, run_dir, algorithm_class, telemetry, turns, care)
         stack.push_async_callback(graph.stop)
-        dataset, sets = await _side_by_side(graph, _load_all(config, model_path), telemetry)
+        dataset, sets = await _side_by_side(graph, load_all(config, model_path), telemetry)
         stack.callback(telemetry.finish_samples)
-        for name, loaded in {"": dataset, **sets}.items():
+        for name, loaded in {**({"": dataset} if len(dataset) else {}), **sets}.items():
             for line in loaded.report.lines():
                 telemetry.event(f"eval set {name}: {line}" if name else line)
         slow = ", ".join(f"{role} {seconds:.1f} s" for role, seconds in graph.startup.items())
@@ -319,41 +319,6 @@ def _place(config: RunConfig, stack: AsyncExitStack) -> Plan:
     return plan(whole, asked, placement)
 
 
-async def _load_all(config: RunConfig, model_path: str) -> tuple[Dataset, dict[str, Dataset]]:
-    """The rows of the run and those of its eval sets by name; what fails first ends it."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            own = group.create_task(_load(config, model_path))
-            sets = {name: group.create_task(_load_set(config, name, model_path)) for name in config.eval.sets}
-    except BaseExceptionGroup as faults:
-        raise faults.exceptions[0] from None
-    return own.result(), {name: task.result() for name, task in sets.items()}
-
-
-async def _load_set(config: RunConfig, name: str, model_path: str) -> Dataset:
-    from rolegraph.data import load
-
-    each = config.eval.sets[name]
-    needs = needs_of(config, each)
-    try:
-        return await asyncio.to_thread(load, each.data, model_path, needs, use_ray=config.use_ray)
-    except DataError as error:
-        raise DataError(f"eval.sets.{name}: {error}") from error
-
-
-async def _load(config: RunConfig, model_path: str) -> Dataset:
-    """Read and tokenise the data, in a Ray task while the roles start."""
-    from rolegraph.data import load
-
-    exact: bool = getattr(config.algorithm.config, "passes_columns_on", False)
-    dataset = await asyncio.to_thread(
-        load, config.data, model_path, config.data_needs, use_ray=config.use_ray, keep_exact=exact
-    )
-    if teachers := [role for role in config.roles if is_teacher(role)]:
-        assigned(dataset.rows, teachers)  # while the roles still start
-    return dataset
-
-
 def _exp_name(config: RunConfig) -> str:
     return config.ray_exp_name or config.algorithm.name.lower()
 
@@ -383,6 +348,7 @@ def _say_where(run_dir: Path) -> None:
         "report.html": "the curves, in a browser",
         "metrics.jsonl": "the numbers, a line a step",
         "timeline.json": "who did what when, for ui.perfetto.dev",
+        "results.json": "the numbers of every eval set",
         "samples": "what the policy wrote, as Parquet",
         "eval": "answers to the eval sets, as Parquet",
         "logs": "what each role logged",

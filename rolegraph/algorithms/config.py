@@ -16,6 +16,7 @@ from rolegraph.losses.config import PolicyLossConfig, PolicyOptions, changed
 from rolegraph.role import is_scorer, is_teacher
 
 __all__ = [
+    "EvaluationConfig",
     "GKDConfig",
     "GRPOConfig",
     "Needs",
@@ -71,6 +72,25 @@ class PTConfig(SFTConfig):
     def data_needs(self) -> Needs:
         """What every dataset row must have."""
         return "text"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """Eval sets, and nothing that is trained."""
+
+    only_evaluates: ClassVar[bool] = True
+    draws_samples: ClassVar[bool] = False
+    reads_data: ClassVar[bool] = False
+    """Whether the run's own `data` is read: here eval sets take over keys of it."""
+    data_needs: ClassVar[Needs] = "prompt"
+    needs_reference: ClassVar[bool] = False
+
+    model: str | None = None
+    """What results.json calls what was evaluated; null: the run's model."""
+
+    def check(self, run: object) -> Iterator[str]:
+        """Rules across fields; none here."""
+        yield from ()
 
 
 @dataclass(frozen=True, kw_only=True)

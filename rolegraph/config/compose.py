@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -195,8 +195,14 @@ def _loader(config_dir: str | None) -> _Loader:
     return _Loader(search_path(config_dir))
 
 
-def read_saved(path: Path, overrides: Sequence[str] = (), config_dir: str | None = None) -> Composed:
-    """The tree that a run kept as YAML, with some values changed.
+def read_saved(
+    path: Path,
+    overrides: Sequence[str] = (),
+    config_dir: str | None = None,
+    *,
+    change: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+) -> Composed:
+    """The tree that a run kept as YAML, with some values changed: by `change`, and then by overrides.
 
     Raises ConfigError where there is none, and for an override that is no KEY=VALUE: the choices are made.
     """
@@ -207,6 +213,10 @@ def read_saved(path: Path, overrides: Sequence[str] = (), config_dir: str | None
         raise ConfigError(f"{path} cannot be read as the config of a run: {error}") from error
     if not isinstance(config, DictConfig):
         raise ConfigError(f"{path} cannot be read as the config of a run: it has no keys")
+    if change is not None:
+        kept = OmegaConf.to_container(config, resolve=False)
+        assert isinstance(kept, dict)
+        config = OmegaConf.create(change({str(key): value for key, value in kept.items()}))
     rewritten = rewrite(overrides, config_dir)
     for override, typed in zip(rewritten, overrides, strict=True):
         if not override.startswith("++"):

@@ -25,8 +25,8 @@ def evaluation_is_due(run: RunConfig) -> Iterator[str]:
     if only_evaluates(run):
         if not settings.sets:
             yield "nothing to evaluate: choose eval=arithmetic, or add a set, eval.sets.NAME.data.path=..."
-        if settings.every is not None:
-            yield f"eval.every={settings.every} has no effect where nothing is trained: remove it"
+        if "train" in run.roles and not any(each.loss for each in settings.sets.values()):
+            yield "train has nothing to do where no eval set has loss=true: set train=null"
         return
     if settings.every is not None and not settings.sets:
         yield (

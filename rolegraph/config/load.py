@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -47,14 +47,20 @@ def load(
 
 
 def load_saved(
-    path: Path, overrides: Sequence[str] = (), *, config_dir: str | None = None, elsewhere: bool = False
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    config_dir: str | None = None,
+    elsewhere: bool = False,
+    change: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> Loaded:
-    """Check the config that a run kept in its folder, or in a checkpoint, with some values changed.
+    """Check the config that a run kept in its folder, or in a checkpoint, with some values changed, by `change` first.
 
     Raises ConfigError as `load` does; a fault's origin is then a line of that file.
     """
     add_to_path(config_dir)
-    return check(read_saved(path, overrides, config_dir), config_dir=config_dir, elsewhere=elsewhere)
+    source = read_saved(path, overrides, config_dir, change=change)
+    return check(source, config_dir=config_dir, elsewhere=elsewhere)
 
 
 def load_job(rewritten: Sequence[str], *, typed: Sequence[str], config_dir: str | None, config_name: str) -> RunConfig:

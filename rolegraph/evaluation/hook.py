@@ -58,14 +58,16 @@ class EvalHook(Hook):
         names = dict.fromkeys(name for step in ends for name in self.history[step])
         told = [name for name in names if name.split("/", 2)[2].startswith(TOLD)]
         rows = [[name.removeprefix("eval/"), *(self.history[step].get(name) for step in ends)] for name in told]
-        return ["evaluation", *(f"step {step}" for step in ends)], rows
+        columns = [f"step {step}" for step in ends] if self._every is not None else ["result"]
+        return ["evaluation", *columns], rows
 
     async def _evaluate(self, algorithm: Algorithm, number: int) -> Metrics:
         telemetry = algorithm.job.telemetry
         step = telemetry.in_log(number)
         metrics = await self.evaluator.evaluate(algorithm, step)
         self.history[step] = metrics
-        telemetry.event(f"evaluated after step {step}: {headline(metrics)}")
+        if self._every is not None:
+            telemetry.event(f"evaluated after step {step}: {headline(metrics)}")
         self._tell_faults(algorithm)
         return metrics
 

@@ -17,7 +17,8 @@ from rolegraph.errors import ConfigError
 from rolegraph.models import tiny
 from rolegraph.placement import PlacementConfig, RoleRequest, plan, requests
 from rolegraph.placement.clusters import cluster
-from rolegraph.run import _load, _turns
+from rolegraph.reading import load_own
+from rolegraph.run import _turns
 from rolegraph.turns import PHASES
 from rolegraph.wiring import backend_of, with_models
 from roles.sampler.config import VLLMSamplerConfig
@@ -120,9 +121,9 @@ async def test_rows_without_their_teacher_are_refused_as_soon_as_they_are_read(p
     config = load([*words, "algorithm.gkd_logits_topk=4", "data=jsonl", f"data.path={rows}"]).run
     config = replace(config, use_ray=False)
     with pytest.raises(ConfigError, match="2 teachers take part"):
-        await _load(config, policy)
+        await load_own(config, policy)
     rows.write_text(json.dumps({"prompt": "1 + 1", "teacher_key": "math"}) + "\n")
-    assert len(await _load(config, policy)) == 1
+    assert len(await load_own(config, policy)) == 1
 
 
 def test_roles_without_a_device_keep_nobody_from_one() -> None:

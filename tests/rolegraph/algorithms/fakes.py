@@ -87,7 +87,7 @@ class Telemetry:
         self.evaluations.append((self.offset, dict(metrics)))
 
     def logged(self, prefix: str) -> dict[int, Mapping[str, float]]:
-        return dict(self.earlier)
+        return {**self.earlier, **dict(self.evaluations)}
 
     def tables(self, tables: Any) -> None:
         self.shown += tables

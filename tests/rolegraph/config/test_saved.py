@@ -20,6 +20,7 @@ RUNS = {
         "reward.reward_weights=[2.0]",
     ],
     "gkd": ["algorithm=gkd", "teacher=vllm", "algorithm.gkd_logits_topk=8", "model@teacher.model=smollm2_135m"],
+    "evaluated": ["algorithm=grpo", "eval=arithmetic", "eval.sets.hard.data.seed=5", "eval.sets.hard.loss=true"],
     "self": ["algorithm=gkd", "teacher=self"],
     "sft": ["algorithm=sft", "data=jsonl", "data.path=[a.jsonl,b.jsonl]"],
 }

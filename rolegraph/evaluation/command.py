@@ -1,0 +1,158 @@
+"""`rolegraph eval`: eval sets answered by a model, or by what a run's checkpoint holds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from rolegraph.checkpoints import folder
+from rolegraph.errors import CheckpointError, ConfigError
+from rolegraph.role import is_scorer
+
+if TYPE_CHECKING:
+    from rolegraph.config.schema import RunConfig
+
+TARGET = "rolegraph.algorithms.evaluation.Evaluation"
+USAGE = """rolegraph eval CHECKPOINT [KEY=VALUE ...] [--config-dir DIR]
+rolegraph eval MODEL [CHOICES] [KEY=VALUE ...] [--config-dir DIR]
+
+  CHECKPOINT   a checkpoint (RUN/checkpoints/step-N), or the folder of a run, for its newest one. Eval sets, engines
+               and rewards are those of its run, changed by KEY=VALUE; eval=NAME adds sets
+  MODEL        a Hugging Face folder or name. Eval sets are chosen, as in eval=arithmetic, or given, as in
+               eval.sets.mine.data.path=mine.jsonl
+
+Prints a table, and writes results.json and every answer (Parquet) into output_dir (null: outputs/evaluation/TIME).
+"""
+FOR_RUNS = ("checkpoint", "logger", "max_steps", "output_dir", "ray_exp_name", "resume")
+"""Keys that have no say where nothing is trained."""
+OF_SHARING = ("colocate_groups", "device_groups", "sleep_level")
+"""Keys of `placement` about roles of the run, beside those that begin with `offload_`."""
+
+
+def command(
+    words: Sequence[str],
+    *,
+    parse: Callable[[Sequence[str]], Namespace],
+    run: Callable[[list[str]], int],
+    refuse: Callable[[RunConfig], None],
+) -> int:
+    """The command line behind `rolegraph eval`.
+
+    `parse` reads options and overrides, `run` is `rolegraph run`, `refuse` raises where a run has no room here.
+    """
+    args = parse(words)
+    if args.help or not args.overrides:
+        print(USAGE)
+        return 0
+    what, *overrides = args.overrides
+    if "=" in what:
+        raise ConfigError(f"{what} comes after what is evaluated: type rolegraph eval CHECKPOINT|MODEL {what}")
+    if is_model(what):
+        options = [word for word in words if word not in args.overrides]
+        return run(["algorithm=evaluation", "model=hf", f"model.path={what}", *overrides, *options])
+    try:
+        checkpoint = folder.resolve(what)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} (nor is it a Hugging Face folder, which has a config.json)") from error
+    evaluate_checkpoint(checkpoint, overrides, config_dir=args.config_dir, refuse=refuse)
+    return 0
+
+
+def is_model(what: str) -> bool:
+    """Whether a Hugging Face folder or name is meant; raises ConfigError for a path where nothing is."""
+    path = Path(what).expanduser()
+    if path.is_dir():
+        return (path / "config.json").is_file()
+    if what.count("/") > 1 or what[0] in "./~":
+        raise ConfigError(f"{what} is no folder: name a checkpoint, a run, or a Hugging Face folder or name")
+    return True
+
+
+def evaluate_checkpoint(
+    checkpoint: folder.Checkpoint,
+    overrides: Sequence[str],
+    *,
+    config_dir: str | None,
+    refuse: Callable[[RunConfig], None],
+) -> None:
+    """Check first; then take the weights out of the checkpoint, where it has no Hugging Face folder, and evaluate."""
+    from rolegraph.models.config import ModelConfig
+    from rolegraph.run import main as run_main
+
+    run = checked(checkpoint, overrides, config_dir)
+    refuse(run)
+    out = Path(run.output_dir or f"outputs/evaluation/{time.strftime('%Y-%m-%d_%H-%M-%S')}").absolute()
+    run = replace(run, output_dir=str(out), tree={**run.tree, "output_dir": str(out)})
+    if checkpoint.hf.is_dir():
+        run_main(replace(run, model=ModelConfig(path=str(checkpoint.hf))))
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".model-", dir=out) as place:
+        model = Path(place) / "hf"
+        _export(checkpoint, model, config_dir)
+        run_main(replace(run, model=ModelConfig(path=str(model))))
+
+
+def checked(checkpoint: folder.Checkpoint, overrides: Sequence[str], config_dir: str | None) -> RunConfig:
+    """The evaluation of a checkpoint, by the config of its run and what changes it; ConfigError as for a run."""
+    from rolegraph.config.load import composed, load_saved
+
+    chosen = [word for word in overrides if word.startswith("eval=")]
+    sets: dict[str, Any] = {}
+    for word in chosen:
+        sets |= composed([word], config_dir=config_dir).tree["eval"]["sets"]
+
+    def alone(tree: dict[str, Any]) -> dict[str, Any]:
+        return without_training(tree, sets, str(checkpoint.path))
+
+    rest = [word for word in overrides if word not in chosen]
+    return load_saved(checkpoint.config, rest, config_dir=config_dir, change=alone).run
+
+
+def without_training(tree: Mapping[str, Any], more_sets: Mapping[str, Any], named: str) -> dict[str, Any]:
+    """The config of a run as that of its evaluation alone, with more eval sets; `named`: what is evaluated."""
+    longest = tree["algorithm"].get("max_completion_length")
+    sets = {name: {**each} for name, each in {**tree["eval"]["sets"], **more_sets}.items()}
+    for each in sets.values():
+        draws = each.get("n") != 0 and (each.get("n") or not each.get("loss"))
+        if draws and each.get("max_completion_length") is None:
+            each["max_completion_length"] = longest
+    kept = {"rollout", *(["train"] if any(each.get("loss") for each in sets.values()) else [])}
+    by_run = any(each.get("reward") is None for each in sets.values())
+    roles = {key for key, node in tree.items() if isinstance(node, Mapping) and "_target_" in node}
+    dropped = {key for key in roles if key not in kept and not (by_run and is_scorer(key))}
+    found = {key: node for key, node in tree.items() if key not in {*dropped, *FOR_RUNS}}
+    if not by_run:
+        found.pop("reward", None)
+    if isinstance(rollout := found.get("rollout"), Mapping):
+        # An adapter is merged into what is evaluated.
+        found["rollout"] = {key: value for key, value in rollout.items() if "lora" not in key}
+    found["algorithm"] = {"_target_": TARGET, "model": named}
+    found["eval"] = {"sets": sets}
+    found["placement"] = _placement(tree.get("placement") or {})
+    return found
+
+
+def _placement(node: Mapping[str, Any]) -> dict[str, Any]:
+    """Where roles run; who shares devices is kept where that were all, for others of them are gone."""
+    if node.get("colocate_groups") == "all":
+        return dict(node)
+    return {key: value for key, value in node.items() if key not in OF_SHARING and not key.startswith("offload_")}
+
+
+def _export(checkpoint: folder.Checkpoint, out: Path, config_dir: str | None) -> None:
+    """In a process of its own, whose memory engines have afterwards."""
+    words = [str(checkpoint.path), str(out), *([] if config_dir is None else ["--config-dir", config_dir])]
+    done = subprocess.run(
+        [sys.executable, "-m", "rolegraph.cli", "export", *words], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        said = done.stderr.strip().splitlines()[-5:]
+        raise CheckpointError(f"{checkpoint.path} could not be read:\n" + "\n".join(said))
