@@ -35,11 +35,23 @@ def _filled(node: Any, data: Any) -> Any:
         return node
     own = node.get("data") or {}
     if isinstance(own, Mapping) and isinstance(data, Mapping):
-        other = own.get("source", data.get("source")) != data.get("source")
-        left = {*_OWN, *(SOURCE_KEYS if other else ())}
+        left = {*_OWN}
+        if own.get("source", data.get("source")) != data.get("source"):
+            left |= {*SOURCE_KEYS}
+        if own.get("task", data.get("task")) != data.get("task"):
+            left.add("task_config")
         known = {each.name for each in fields(DataConfig)}  # what else is in the run's data is reported there
-        own = {**{key: value for key, value in data.items() if key in known and key not in left}, **own}
+        own = _over({key: value for key, value in data.items() if key in known and key not in left}, own)
     return fill({**node, "data": own}, EvalSetConfig)
+
+
+def _over(below: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Both mappings in one, `own` above; so too for mappings in them."""
+    merged = {**below, **own}
+    for key, value in own.items():
+        if isinstance(value, Mapping) and isinstance(inner := below.get(key), Mapping):
+            merged[key] = _over(inner, value)
+    return merged
 
 
 def needs_of(run: RunConfig, each: EvalSetConfig) -> Needs:

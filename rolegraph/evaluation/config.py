@@ -40,8 +40,8 @@ def measure(text: str) -> Measure | None:
 class EvalSetConfig:
     """Prompts, how they are answered, and what the answers are measured by.
 
-    `data` changes keys of the run's own `data`: what it does not say is as there, but that another `source` takes
-    nothing of that one's (path, task, ...), and that a `limit` is a set's own.
+    `data` changes keys of the run's own `data`: what it does not say is as there, but that another `source` or `task`
+    takes nothing of that one's (path, task_config, ...), and that a `limit` is a set's own.
     """
 
     node: ClassVar[str] = "eval.sets.NAME"

@@ -44,6 +44,13 @@ def test_another_source_takes_over_what_is_not_about_a_source() -> None:
     assert (own.system_prompt, own.max_length) == ("Add.", 64)
 
 
+def test_settings_of_a_task_are_changed_one_by_one() -> None:
+    three = checked(*GRPO, f"{HARD}.data.task_config.max_terms=3").eval.sets["hard"].data
+    assert three.task_config == {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}
+    other = checked(*GRPO, f"{HARD}.data.task=basic_arithmetic").eval.sets["hard"].data
+    assert (other.source, other.task_config) == ("reasoning_gym", {})
+
+
 def test_null_leaves_a_set_out() -> None:
     assert list(checked(*GRPO, f"{HARD}.n=1", "eval.sets.arithmetic=null").eval.sets) == ["hard"]
 
