@@ -120,12 +120,12 @@ def without_training(tree: Mapping[str, Any], more_sets: Mapping[str, Any], name
     """The config of a run as that of its evaluation alone, with more eval sets; `named`: what is evaluated."""
     longest = tree["algorithm"].get("max_completion_length")
     sets = {name: {**each} for name, each in {**tree["eval"]["sets"], **more_sets}.items()}
-    for each in sets.values():
-        draws = each.get("n") != 0 and (each.get("n") or not each.get("loss"))
-        if draws and each.get("max_completion_length") is None:
+    drawing = [each for each in sets.values() if (each.get("n") is None and not each.get("loss")) or each.get("n")]
+    for each in drawing:
+        if each.get("max_completion_length") is None:
             each["max_completion_length"] = longest
     kept = {"rollout", *(["train"] if any(each.get("loss") for each in sets.values()) else [])}
-    by_run = any(each.get("reward") is None for each in sets.values())
+    by_run = any(each.get("reward") is None for each in drawing)
     roles = {key for key, node in tree.items() if isinstance(node, Mapping) and "_target_" in node}
     dropped = {key for key in roles if key not in kept and not (by_run and is_scorer(key))}
     found = {key: node for key, node in tree.items() if key not in {*dropped, *FOR_RUNS}}

@@ -71,6 +71,8 @@ def test_values_are_changed_and_sets_added(tmp_path: Path) -> None:
 def test_a_loss_needs_the_trainer_and_no_engine(tmp_path: Path) -> None:
     run = of(tmp_path, "algorithm=sft", "eval.every=5", "eval.sets.held.loss=true", "train.lr=0.5")
     assert list(run.roles) == ["train"]
+    both = of(tmp_path / "both", *EVALUATED, "eval.sets.held.loss=true")
+    assert list(both.roles) == ["train", "rollout", "eval_arithmetic"], "a loss has no reward"
     with pytest.raises(ConfigError, match="arithmetic draws responses, and no role does"):
         of(tmp_path / "more", "algorithm=sft", changed=("eval=arithmetic",))
 
