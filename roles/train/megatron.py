@@ -31,9 +31,11 @@ class MegatronTrain(ShardedTrain):
         """Load the model; raises ConfigError where config, model and installation do not fit."""
         started = time.perf_counter()
         self._configure_process()
-        from roles.train import adapters_out, checkpoint, megatron_passes, model, offload, trainer, weights_out
+        from roles.train import model  # alone at first: it imports Megatron without what is slow and loud
 
         self._policy: Policy = model.build_policy(self.config, self.context)
+        from roles.train import adapters_out, checkpoint, megatron_passes, offload, trainer, weights_out
+
         self._trainer: Trainer = trainer.Trainer(
             self.config, megatron_passes.MegatronLearner(self.config, self._policy)
         )
