@@ -17,7 +17,7 @@ MOST_BACKOFF_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class HealthConfig:
-    """How much may go wrong before the run ends."""
+    """How much may go wrong before the run ends. Roles in this process (use_ray=false) live and die with it."""
 
     max_restarts: Annotated[int, Ge(0)] = 3
     """Of a replica, of the train group: how often each is started again in a run."""

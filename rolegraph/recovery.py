@@ -256,4 +256,5 @@ class Recovery:
 def reason(message: str) -> str:
     """What an error says of a death, on one short line: Ray's advice about all the reasons there can be is left out."""
     line = (message.splitlines() or [""])[0].removeprefix("the actor died: ").partition(" Some common causes")[0]
-    return (line if len(line) <= MOST_REASON else line[: MOST_REASON - 3] + "...").rstrip(" .") or "nobody knows why"
+    line = line.rstrip(" .") or "nobody knows why"
+    return line if len(line) <= MOST_REASON else line[: MOST_REASON - 3] + "..."

@@ -8,11 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray.exceptions
 
 import rolegraph.health
 from rolegraph.batch import Batch
 from rolegraph.errors import RoleError
-from rolegraph.role import Mesh, Role, endpoint
+from rolegraph.member import RayMember
+from rolegraph.recovery import reason
+from rolegraph.role import Mesh, Role, RoleContext, endpoint
 from tests.rolegraph.fakes import batch_of
 from tests.rolegraph.mortals import Colony, Mortal
 
@@ -92,7 +95,7 @@ async def test_a_replica_is_replaced_beside_the_call_and_rows_go_to_it_again() -
     assert set((await group.handle.serve(local, delay=0.02)).numpy("served")) == {0, 1}
     died, works = colony.told
     assert died.endswith("died: killed; " + died.split(" died")[0] + " is started again (restart 1 of 2)")
-    assert works.startswith(died.split(" died")[0] + " works again after 0.")
+    assert works.startswith(died.split(" died")[0] + " works again after ")
 
 
 async def test_without_a_rescue_the_dead_are_left_out() -> None:
@@ -178,6 +181,7 @@ async def test_one_that_dies_while_it_joins_is_started_once_more() -> None:
         await colony.group.rank(0).join(7)
 
     group = colony.rescue(join=join)
+    await group.handle.join(7)
     assert set((await group.handle.serve(batch_of(3))).numpy("joined")) == {7}
     assert colony.restarts == 2
 
@@ -257,3 +261,33 @@ async def test_a_restart_that_is_broken_off_is_made_later_and_does_not_count() -
     gate.set()
     assert len(await call) == 2
     assert len(colony.made) == 3
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ray.exceptions.ActorDiedError(),
+        ray.exceptions.ActorUnavailableError("the node is slow", None),
+        ray.exceptions.OutOfMemoryError("the node ran out of memory"),
+        ray.exceptions.NodeDiedError("the node is gone"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_every_way_in_which_ray_says_that_an_actor_is_gone_is_a_death(error: Exception) -> None:
+    member = RayMember(None, RoleContext(role="orm", rank=2))  # type: ignore[arg-type]
+    told = member.explain(error, "score")
+    assert not member.alive
+    assert (told.role, told.rank) == ("orm", 2)
+    assert told.message.startswith("the actor died: ")
+    alive = RayMember(None, RoleContext(role="orm"))  # type: ignore[arg-type]
+    assert "the call failed in Ray" in alive.explain(ray.exceptions.ObjectStoreFullError("full"), "score").message
+    assert alive.alive
+
+
+def test_a_reason_is_one_short_line() -> None:
+    ray_says = (
+        "the actor died: The actor is dead. Exit detail: End of file. Some common causes include: (1) much\nEnd of log"
+    )
+    assert reason(ray_says) == "The actor is dead. Exit detail: End of file"
+    assert len(reason("x" * 1000)) == 300
+    assert reason("") == "nobody knows why"
