@@ -170,9 +170,3 @@ class HuggingFaceTrainConfig(TrainConfig):
     def uses_padding_free(self) -> bool:
         """`padding_free` as far as it goes without looking at the installation."""
         return bool(self.padding_free)
-
-    def _conflicts(self) -> list[str]:
-        found = super()._conflicts()
-        if self.tuner_type == "lora":
-            found.append("train.tuner_type=lora is not built for train=huggingface: set it to full, or train=megatron")
-        return found

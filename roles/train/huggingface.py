@@ -32,15 +32,17 @@ class HuggingFaceTrain(ShardedTrain):
         started = time.perf_counter()
         self._configure_process()
         from roles.train import huggingface_checkpoint as checkpoint
+        from roles.train import huggingface_lora, offload, trainer
         from roles.train import huggingface_model as model
         from roles.train import huggingface_passes as passes
         from roles.train import huggingface_weights as weights
-        from roles.train import offload, trainer
 
         self._policy: HFPolicy = model.build_policy(self.config, self.context)
         learner = passes.HFLearner(self.config, self._policy)
         self._trainer: Trainer = trainer.Trainer(self.config, learner)
         self._export: HFExport = weights.HFExport(self._policy)
+        if self._policy.adapter is not None:
+            self._adapters = huggingface_lora.HFAdapters(self._policy)
         self._offload: Offload = offload.Offload(self._policy, moves=self.context.device == "cuda", held=model.held)
         self._checkpoint = checkpoint.HFCheckpoint(self._policy, self._trainer)
         _log.info("rank %d ready in %.1f s", self.context.rank, time.perf_counter() - started)

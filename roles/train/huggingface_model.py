@@ -22,6 +22,7 @@ from rolegraph.errors import ConfigError, RoleGraphError
 from rolegraph.interfaces import AdapterInfo, PolicyWeights
 from rolegraph.role import RoleContext
 from roles.logits import HeadRule, head_rule
+from roles.train import huggingface_lora as lora
 from roles.train import process_group
 from roles.train.config import HuggingFaceTrainConfig
 
@@ -80,8 +81,8 @@ class HFPolicy:
         return self.root.causal
 
     def shards(self) -> dict[str, Tensor]:
-        """This rank's part of each weight, by parameter name; tied ones once."""
-        return {name: local(param) for name, param in self.model.named_parameters()}
+        """This rank's part of each weight under training, by parameter name; tied ones once."""
+        return {name: local(param) for name, param in self.trained.items()}
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -96,8 +97,10 @@ class HFPolicy:
         """Copy the weights of now."""
         self.reference, self.reference_moved = self.copies(), True
 
-    def initial(self) -> dict[str, Tensor]:
-        """This rank's shards of the weights of the start, read again."""
+    def initial(self) -> dict[str, Tensor] | None:
+        """This rank's shards of the weights of the start, read again; null for a model without its adapters."""
+        if self.adapter is not None:
+            return None
         found = AutoModelForCausalLM.from_pretrained(self.source, dtype="auto")
         params = dict(self.model.named_parameters())
         return {
@@ -120,6 +123,10 @@ class HFPolicy:
 
         Raises RoleGraphError where those are not kept.
         """
+        if self._is_bare(weights):
+            with lora.without(self.model):
+                yield
+            return
         kept = self._kept(weights)
         if kept is None:
             yield
@@ -135,11 +142,12 @@ class HFPolicy:
 
         Raises RoleGraphError where it is not kept.
         """
-        kept, weight = self._kept(weights), self.model.get_output_embeddings().weight
-        if kept is None:
-            return whole(weight).detach().to(self.dtype)
-        name = next(name for name, param in self.model.named_parameters() if param is weight)
-        return whole(like(weight, kept[name])).to(self.dtype)
+        weight = self.model.get_output_embeddings().weight
+        kept = None if self._is_bare(weights) else self._kept(weights)
+        name = next((name for name, param in self.trained.items() if param is weight), None)
+        if kept is not None and name is not None:
+            weight = like(weight, kept[name])
+        return whole(weight).detach().to(self.dtype)
 
     def reshard(self) -> None:
         """Let go of gathered weights, which a change of the shards would leave as they were."""
@@ -155,6 +163,10 @@ class HFPolicy:
             before = shard.clone()
             shard.copy_(kept[name])
             kept[name].copy_(before)
+
+    def _is_bare(self, weights: PolicyWeights) -> bool:
+        """Whether these are the weights without adapters, which need no copy."""
+        return weights == "initial" and self.adapter is not None and self.reference is None
 
     def _kept(self, weights: PolicyWeights) -> dict[str, Tensor] | None:
         """Null for the weights of now."""
@@ -227,6 +239,12 @@ def build_policy(config: HuggingFaceTrainConfig, context: RoleContext) -> HFPoli
     process_group.join(context)
     settings = AutoConfig.from_pretrained(config.folder)
     model = _load(config, on_gpu)
+    adapter = None
+    if config.adapter is not None:
+        seed = config.seed if config.seed is not None else context.seed
+        adapter = lora.adapt(model, config.adapter, seed)
+        for param in model.parameters():
+            param.data = param.data.to(torch.float32 if param.requires_grad else dtype)
     root = _shard(Root(model), dtype, device)
     policy = HFPolicy(
         root=root,
@@ -237,8 +255,9 @@ def build_policy(config: HuggingFaceTrainConfig, context: RoleContext) -> HFPoli
         packed=_packs(config, model),
         settings=settings,
         optimizer=_optimizer(config, model),
+        adapter=adapter,
     )
-    if config.reference == "initial":
+    if config.reference == "initial" and adapter is None:
         policy.reference = policy.copies()
     return policy
 
@@ -294,7 +313,7 @@ def _shard(root: Root, dtype: torch.dtype, device: torch.device) -> Root:
         module.set_force_sum_reduction_for_comms(True)
     # An expert that no token of a rank went to still has to reach the reduction.
     root.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
-    if any(param.dtype != torch.float32 for param in root.parameters()):
+    if any(param.requires_grad and param.dtype != torch.float32 for param in root.parameters()):
         root.float()
     return root
 
