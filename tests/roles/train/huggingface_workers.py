@@ -71,7 +71,7 @@ def held(role: Any) -> dict[str, int]:
     return {
         "weights": sum(local(param).nbytes for param in policy.model.parameters()),
         "optimizer": sum(state.nbytes for state in states),
-        "reference": sum(tensor.nbytes for tensor in policy.reference.values()),
+        "reference": sum(tensor.nbytes for tensor in (policy.reference or {}).values()),
     }
 
 

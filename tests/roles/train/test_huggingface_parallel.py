@@ -25,13 +25,15 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen3_moe": {"reduce_each_micro_batch": True, "padding_free": True},
 }
+ADAPTED = "qwen3_lora"
+CASES = {**KINDS, ADAPTED: {"tuner_type": "lora", "lora_rank": 3}}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("huggingface")
-    for kind in KINDS:
-        make_checkpoint(path / kind, kind, tied=kind == "qwen3")
+    for kind in CASES:
+        make_checkpoint(path / kind, kind.removesuffix("_lora"), tied=kind != "qwen3_moe")
     return path
 
 
@@ -39,9 +41,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runs(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """What both ranks of each case saw."""
     spawn = multiprocessing.get_context("spawn")
-    ports = [megatron_workers.free_port() for _ in KINDS]
+    ports = [megatron_workers.free_port() for _ in CASES]
     processes = [
-        spawn.Process(target=huggingface_workers.worker, args=(folder, KINDS, rank, 2, ports)) for rank in range(2)
+        spawn.Process(target=huggingface_workers.worker, args=(folder, CASES, rank, 2, ports)) for rank in range(2)
     ]
     for process in processes:
         process.start()
@@ -52,7 +54,7 @@ def runs(folder: Path) -> dict[str, list[dict[str, Any]]]:
     finally:
         for process in processes:
             process.kill()
-    found = {kind: [pickle.loads((folder / f"{kind}-{rank}.pkl").read_bytes()) for rank in range(2)] for kind in KINDS}
+    found = {kind: [pickle.loads((folder / f"{kind}-{rank}.pkl").read_bytes()) for rank in range(2)] for kind in CASES}
     for ranks in found.values():
         for rank, seen in enumerate(ranks):
             assert "error" not in seen, f"rank {rank}:\n{seen['error']}"
@@ -121,6 +123,19 @@ def test_one_rank_goes_on_from_what_two_have_saved(kind: str, runs: Any, folder:
     assert abs(metrics["loss"] - last["loss"]) < 1e-5
     assert abs(metrics["grad_norm"] - last["grad_norm"]) < 1e-4
     assert metrics["lr"] == last["lr"]
+
+
+def test_two_ranks_train_adapters_as_one_does(runs: Any, folder: Path) -> None:
+    """Beside frozen weights, of which no gradient is reduced."""
+    port = megatron_workers.free_port()
+    alone = huggingface_workers.run(folder, ADAPTED, 0, 1, port, CASES[ADAPTED])
+    for name in ("loss", "grad_norm"):
+        seen = [[metrics[name] for metrics in rank["metrics"]] for rank in (*runs[ADAPTED], alone)]
+        assert seen[0] == seen[1]
+        assert np.abs(np.array(seen[0]) - seen[2]).max() < 1e-3
+    for table, column in (("first", "logprobs"), ("after", "logprobs"), ("reference", "ref_logprobs")):
+        values = [joined(ranks, table, column).to_numpy() for ranks in (runs[ADAPTED], [alone])]
+        assert np.abs(values[0] - values[1]).max() < 2e-3, table
 
 
 @pytest.mark.parametrize("kind", KINDS)
