@@ -35,7 +35,7 @@ Examples
   rolegraph plan algorithm=grpo placement=separate train.gpus=8 rollout.gpus=8 --cluster 2x8xH100-80G
   rolegraph run --config-dir my_configs experiment=mine
 
-Choices pick a file of a config group (algorithm, model, data, reward, placement, train, rollout, orm, logger,
+Choices pick a file of a config group (algorithm, model, data, reward, placement, train, rollout, orm, eval, logger,
 experiment); KEY=VALUE sets any value. Everything is checked before anything starts.
 
 Options of `run` and `plan`

@@ -24,14 +24,14 @@ def evaluation_is_due(run: RunConfig) -> Iterator[str]:
     settings = run.eval
     if only_evaluates(run):
         if not settings.sets:
-            yield "nothing to evaluate: choose eval=arithmetic, or add a set, eval.sets.NAME.data.path=..."
+            yield "nothing to evaluate: choose eval=arithmetic, or add a set, eval.sets.NAME.data.source=..."
         if "train" in run.roles and not any(each.loss for each in settings.sets.values()):
             yield "train has nothing to do where no eval set has loss=true: set train=null"
         return
     if settings.every is not None and not settings.sets:
         yield (
             f"eval.every={settings.every} has no set to evaluate: choose eval=arithmetic, or add one, "
-            "eval.sets.NAME.data.path=..."
+            "eval.sets.NAME.data.source=..."
         )
     if settings.sets and settings.every is None:
         names = ", ".join(settings.sets)

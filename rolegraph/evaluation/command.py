@@ -26,7 +26,8 @@ rolegraph eval MODEL [CHOICES] [KEY=VALUE ...] [--config-dir DIR]
   CHECKPOINT   a checkpoint (RUN/checkpoints/step-N), or the folder of a run, for its newest one. Eval sets, engines
                and rewards are those of its run, changed by KEY=VALUE; eval=NAME adds sets
   MODEL        a Hugging Face folder or name. Eval sets are chosen, as in eval=arithmetic, or given, as in
-               eval.sets.mine.data.path=mine.jsonl
+               eval.sets.mine.data.source=jsonl eval.sets.mine.data.path=mine.jsonl; what a set does not say of its data
+               is that of `data`
 
 Prints a table, and writes results.json and every answer (Parquet) into output_dir (null: outputs/evaluation/TIME).
 """
