@@ -156,7 +156,7 @@ async def run_to_the_end(ready: Ready, checkpoint: Checkpoint | None) -> None:
 
     Where the run saves none, or the trainer has died too often, its death ends the run.
     """
-    trainer = TrainGroup(ready.graph, ready.turns, ready.care)
+    trainer, begun_from = TrainGroup(ready.graph, ready.turns, ready.care), checkpoint
     while True:
         hooks = ready.hooks.make()
         try:
@@ -165,7 +165,7 @@ async def run_to_the_end(ready: Ready, checkpoint: Checkpoint | None) -> None:
             if ready.config.checkpoint.every is None or (death := await trainer.has_died()) is None:
                 raise
             await trainer.end(hooks)
-            checkpoint = newest(ready.telemetry.run_dir)
+            checkpoint = newest(ready.telemetry.run_dir) or begun_from
             going_on = f"and goes on behind step {checkpoint.step}" if checkpoint is not None else "and begins anew"
             if not trainer.may_restart(death, going_on):
                 raise
@@ -351,6 +351,7 @@ def _say_where(run_dir: Path) -> None:
         "results.json": "the numbers of every eval set",
         "samples": "what the policy wrote, as Parquet",
         "eval": "answers to the eval sets, as Parquet",
+        "checkpoints": "from where resume=auto goes on, and rolegraph export makes models",
         "logs": "what each role logged",
     }
     there = {name: what for name, what in kinds.items() if (run_dir / name).exists()}

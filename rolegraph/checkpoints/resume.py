@@ -28,7 +28,8 @@ ANYWHERE = frozenset(
         *("micro_batch_size", "max_tokens_per_micro_batch", "padding_free", "share_prompts"),
         *("max_num_seqs", "kv_cache_bytes", "gpu_memory_utilization", "enable_sleep_mode", "enforce_eager"),
         *("async_workers", "rows_per_call", "workers", "concurrency", "timeout_s", "deadline_s", "max_retries"),
-        *("api_key_env", "model"),
+        *("max_model_len", "max_logprobs", "enable_prefix_caching", "enable_lora", "max_lora_rank", "cache"),
+        *("gradient_checkpointing", "reduce_each_micro_batch", "start_timeout_s", "api_key_env", "model"),
     }
 )
 """Keys of roles that say where and how fast, not what, and their models, which are told by their content."""
