@@ -78,3 +78,46 @@ def test_a_run_that_is_killed_again_and_again_equals_one_that_was_not(
     code, output = finish(folder, *words, "resume=true")
     assert code == 0, output
     assert f"finished already: {STEPS} of {STEPS}" in output
+
+
+def test_a_run_that_is_asked_to_stop_leaves_a_checkpoint_behind_its_step(tmp_path: Path) -> None:
+    words = (*GRPO, f"data.path={rows(tmp_path / 'rows.jsonl')}", "max_steps=12", "train.seconds=0.05")
+    rare = (*words, "checkpoint.every=1000")
+    code, output = finish(tmp_path / "whole", *words)
+    assert code == 0, output[-3000:]
+    folder = tmp_path / "stopped"
+    process = begin(folder, *rare)
+    wait_for(lambda: steps_of(folder) >= 8, process)
+    process.terminate()
+    process.join(30)
+    assert process.exitcode == 128 + signal.SIGTERM, said_by(folder).read_text()[-3000:]
+    step = newest_step(folder)
+    assert step == steps_of(folder) < 17
+    said = said_by(folder).read_text()
+    assert "SIGTERM: the run stops behind this step, with a checkpoint" in said
+    assert f"rolegraph: stopped by SIGTERM: go on behind step {step} with resume=auto" in said
+    code, output = finish(folder, *rare, "resume=auto")
+    assert code == 0, output[-3000:]
+    assert figures(folder) == figures(tmp_path / "whole")
+
+
+def test_a_run_begins_in_a_new_folder_from_a_checkpoint_of_another_and_others_are_refused(tmp_path: Path) -> None:
+    words = (*GRPO, f"data.path={rows(tmp_path / 'rows.jsonl')}", "checkpoint.keep_last=null", "max_steps=7")
+    whole, branch = tmp_path / "whole", tmp_path / "branch"
+    assert finish(whole, *words)[0] == 0
+    early = checkpoints.folder_of(whole, 6)
+    code, output = finish(branch, *words, f"resume={early}")
+    assert code == 0, output[-3000:]
+    assert figures(branch) == figures(whole)[6:]
+    for changed, message in (
+        (["algorithm.beta=0.2", "seed=4"], "algorithm.beta was 0.1, and is 0.2\n  seed was 0, and is 4"),
+        (["data.limit=13"], "data.limit was null, and is 13"),
+        (["max_steps=8"], "train.lr_schedule=linear ends: set train.decay_steps=7"),
+    ):
+        code, output = finish(branch, *words, *changed, "resume=true")
+        assert code == 2, output
+        assert message in output
+    others = f"data.path={rows(tmp_path / 'more.jsonl', 15)}"
+    code, output = finish(tmp_path / "third", *words, others, f"resume={early}")
+    assert code == 1, output
+    assert "data had 14 rows, and has 15" in output
