@@ -62,6 +62,10 @@ class Checkpoint:
         found: Mapping[str, float] = self.marker.get("metrics", {})
         return found
 
+    def measured(self, metric: str) -> int:
+        """The step whose metric it has, its own or one before it."""
+        return int(self.marker.get("measured", {}).get(metric, self.step))
+
     @property
     def size(self) -> int:
         """Bytes of all its files."""
@@ -114,13 +118,18 @@ def folder_of(run_dir: Path, step: int) -> Path:
 
 
 def read(path: Path) -> Checkpoint | None:
-    """The checkpoint in this folder; null where it is not whole."""
+    """The checkpoint in this folder; null where it has no marker.
+
+    Raises CheckpointError for a marker that is there and cannot be read: that says nothing of what lies beside it.
+    """
     try:
         marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, f"{type(error).__name__}: {error}") from error
     if not isinstance(marker, dict) or not {"step", "saved_at", "files"} <= marker.keys():
-        return None
+        raise _unreadable(path, "it says neither step nor files")
     if marker.get("format") != FORMAT:
         raise CheckpointError(
             f"{path} has format {marker.get('format')}, and this version of rolegraph reads format {FORMAT}: use the "
@@ -130,14 +139,26 @@ def read(path: Path) -> Checkpoint | None:
 
 
 def listed(run_dir: Path) -> list[Checkpoint]:
-    """The whole checkpoints of a run by their steps, the newest last."""
-    found = [read(path) for path in _folders(run_dir)]
-    return sorted((each for each in found if each is not None), key=lambda each: each.step)
+    """The whole checkpoints of a run by their steps, the newest last, without those that `unreadable` has."""
+    return [each for each in _looked_at(run_dir) if isinstance(each, Checkpoint)]
+
+
+def unreadable(run_dir: Path) -> list[CheckpointError]:
+    """What is wrong with the markers of a run that are there and cannot be read."""
+    return [each for each in _looked_at(run_dir) if isinstance(each, CheckpointError)]
 
 
 def newest(run_dir: Path) -> Checkpoint | None:
-    """The whole checkpoint with the most steps; null where a run has none."""
-    return next(reversed(listed(run_dir)), None)
+    """The whole checkpoint with the most steps; null where a run has none.
+
+    Raises CheckpointError where that may be one whose marker cannot be read.
+    """
+    for found in reversed(_looked_at(run_dir)):
+        if isinstance(found, CheckpointError):
+            raise found
+        if found is not None:
+            return found
+    return None
 
 
 def resolve(path: str | Path) -> Checkpoint:
@@ -168,12 +189,36 @@ def run_dir_of(checkpoint: Checkpoint) -> Path:
 
 def partial(run_dir: Path) -> list[Path]:
     """The folders that have no marker."""
-    return [path for path in _folders(run_dir) if not (path / MARKER).exists()]
+    each = zip(_folders(run_dir), _looked_at(run_dir), strict=True)
+    return [path for path, found in each if found is None]
+
+
+def _looked_at(run_dir: Path) -> list[Checkpoint | CheckpointError | None]:
+    """What each folder holds: a checkpoint, one whose marker cannot be read, or none."""
+    return [_look_at(path) for path in _folders(run_dir)]
+
+
+def _look_at(path: Path) -> Checkpoint | CheckpointError | None:
+    try:
+        return read(path)
+    except CheckpointError as error:
+        return error
 
 
 def _folders(run_dir: Path) -> list[Path]:
+    """By their steps."""
     folder = run_dir / FOLDER
-    return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name)) if folder.is_dir() else []
+    if not folder.is_dir():
+        return []
+    steps = {path: int(found[1]) for path in folder.iterdir() if (found := _NAME.fullmatch(path.name))}
+    return sorted(steps, key=lambda path: steps[path])
+
+
+def _unreadable(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path / MARKER} cannot be read ({why}): mend that, or move {path} away, and the run goes on from the one "
+        "before it"
+    )
 
 
 def _others(run_dir: Path) -> str:
@@ -236,16 +281,17 @@ def chosen(
 ) -> list[Checkpoint]:
     """Those that stay: the newest `keep_last` (null: all), and the `keep_best` with the best metric, by their steps.
 
-    One without the metric is none of the best; of equal ones the newer is better.
+    One without the metric is none of the best; of equal ones the newer is better. Of several that have the metric of
+    one step, where not every step is measured, only the first may be the best: the weights that were measured.
     """
     by_step = sorted(checkpoints, key=lambda each: each.step)
     if keep_last is None:
         return by_step
     sign = 1.0 if best == "max" else -1.0
-    ranked = sorted(
-        (each for each in by_step if metric is not None and metric in each.metrics),
-        key=lambda each: (sign * each.metrics[str(metric)], each.step),
-    )
+    name = str(metric)
+    having = [each for each in by_step if metric is not None and name in each.metrics]
+    first = {each.measured(name): each for each in reversed(having)}
+    ranked = sorted(first.values(), key=lambda each: (sign * each.metrics[name], each.step))
     stay = {each.step for each in (*by_step[-keep_last:], *(ranked[-keep_best:] if keep_best else ()))}
     return [each for each in by_step if each.step in stay]
 
@@ -284,12 +330,15 @@ def _kept(file: Path) -> dict[str, Any]:
 
 
 def _fault(file: Path, known: Mapping[str, Any]) -> str:
-    if not file.is_file():
+    try:
+        size = file.stat().st_size
+        if size != known["size"]:
+            return f"has {size} bytes, and had {known['size']}"
+        return "has changed" if "sha256" in known and _hash(file) != known["sha256"] else ""
+    except (FileNotFoundError, NotADirectoryError):
         return "is missing"
-    size = file.stat().st_size
-    if size != known["size"]:
-        return f"has {size} bytes, and had {known['size']}"
-    return "has changed" if "sha256" in known and _hash(file) != known["sha256"] else ""
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
 
 
 def _hash(file: Path) -> str:

@@ -38,6 +38,8 @@ class Content:
     rows: Mapping[str, Batch]
     metrics: Mapping[str, float]
     """Those that are finite."""
+    measured: Mapping[str, int]
+    """The step that each of them is of."""
 
 
 class Checkpointer(Hook):
@@ -67,6 +69,8 @@ class Checkpointer(Hook):
         self.stop = stop or StopRequest()
         self.metrics: dict[str, float] = {}
         """Every metric by name, of the newest step that had it."""
+        self.measured: dict[str, int] = {}
+        """Which step that was."""
         self.saved: int | None = None
         """The step of the newest checkpoint that was begun and did not fail."""
         self._writing: asyncio.Task[None] | None = None
@@ -79,8 +83,9 @@ class Checkpointer(Hook):
 
     async def logged(self, algorithm: Algorithm, step: Step) -> None:
         """Save where that is due, or where the run was asked to stop. Raises StoppedError then."""
-        self.metrics.update(step.metrics)
         number = algorithm.job.telemetry.last_step
+        self.metrics.update(step.metrics)
+        self.measured.update(dict.fromkeys(step.metrics, number))
         asked = self.stop.asked
         if asked or number % cast(int, self.config.every) == 0:
             await self.save(algorithm)
@@ -101,11 +106,11 @@ class Checkpointer(Hook):
 
     def state(self) -> Mapping[str, Any]:
         """The metrics, for `keep_best` looks at older ones too."""
-        return {"metrics": self.metrics}
+        return {"metrics": self.metrics, "measured": self.measured}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Know the metrics of before."""
-        self.metrics = dict(state["metrics"])
+        self.metrics, self.measured = dict(state["metrics"]), dict(state.get("measured", {}))
 
     async def save(self, algorithm: Algorithm) -> None:
         """Begin a checkpoint of now, once the one before it is written; returns when training may go on."""
@@ -152,7 +157,8 @@ class Checkpointer(Hook):
         # Through text, so that nothing in it changes while it waits to be written.
         driver = json.loads(json.dumps(driver, default=_plain))
         metrics = {name: float(value) for name, value in self.metrics.items() if math.isfinite(value)}
-        return Content(job.telemetry.last_step, driver, state.rows, metrics)
+        measured = {name: step for name, step in self.measured.items() if name in metrics}
+        return Content(job.telemetry.last_step, driver, state.rows, metrics, measured)
 
     async def _write(self, algorithm: Algorithm, path: Path, content: Content) -> None:
         """Everything that is left to do, beside training; never raises."""
@@ -162,7 +168,8 @@ class Checkpointer(Hook):
             await write_rows(content.rows, path / "rows", use_ray=self.use_ray)
             await _written(train)
             await train.finish_save()
-            await asyncio.to_thread(folder.complete, path, content.step, metrics=content.metrics)
+            done = {"metrics": content.metrics, "measured": content.measured}
+            await asyncio.to_thread(folder.complete, path, content.step, **done)
         except Exception as error:
             await self._failed(algorithm, path, content.step, error)
             return
@@ -185,7 +192,7 @@ class Checkpointer(Hook):
         await asyncio.to_thread(folder.remove, path)
         self.saved = None if self.saved == step else self.saved
         cause = error.message if isinstance(error, RoleError) else f"{type(error).__name__}: {error}"
-        left = folder.newest(self.run_dir)
+        left = next(reversed(folder.listed(self.run_dir)), None)
         kept = f"the one of step {left.step} stays the newest" if left is not None else "there is no older one"
         algorithm.job.telemetry.event(
             f"the checkpoint of step {step} was not written, and the run goes on; {kept}: {cause}"

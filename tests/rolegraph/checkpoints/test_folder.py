@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -62,10 +63,46 @@ def test_what_is_no_checkpoint_is_refused_with_what_to_name(tmp_path: Path) -> N
         folder.resolve(half(tmp_path, 7))
 
 
-def test_a_marker_that_was_cut_short_is_none(tmp_path: Path) -> None:
-    marker = make(tmp_path, 5).path / folder.MARKER
-    marker.write_text(marker.read_text()[:40])
-    assert folder.newest(tmp_path) is None
+@pytest.mark.parametrize("text", ['{"step": 5, "sav', "[]", "{}"])
+def test_a_marker_that_cannot_be_read_is_not_taken_for_none(text: str, tmp_path: Path) -> None:
+    make(tmp_path, 2)
+    broken = make(tmp_path, 5)
+    (broken.path / folder.MARKER).write_text(text)
+    for found in (folder.newest, folder.resolve):
+        with pytest.raises(
+            CheckpointError, match=r"step-5/complete.json cannot be read .*: mend that, or move \S+step-5"
+        ):
+            found(tmp_path)
+    assert len(folder.unreadable(tmp_path)) == 1
+    assert folder.partial(tmp_path) == folder.remove_partial(tmp_path) == []
+    make(tmp_path, 7)
+    assert steps(tmp_path) == [2, 7]
+    found = folder.newest(tmp_path)
+    assert found is not None, "an older one is in nobody's way"
+    assert found.step == 7
+    assert [each.step for each in folder.prune(tmp_path, keep_last=1)] == [2]
+    assert broken.path.is_dir(), "what nobody knows is not removed"
+
+
+def test_a_disk_that_does_not_answer_says_nothing_of_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = make(tmp_path, 5)
+    reading = Path.read_text
+
+    def broken(path: Path, *args: str, **more: str) -> str:
+        if path.name == folder.MARKER:
+            raise OSError(errno.EIO, "Input/output error")
+        return reading(path, *args, **more)
+
+    monkeypatch.setattr(Path, "read_text", broken)
+    with pytest.raises(CheckpointError, match=r"cannot be read \(OSError: .*Input/output error"):
+        folder.newest(tmp_path)
+    assert folder.remove_partial(tmp_path) == []
+    assert kept.path.is_dir()
+    monkeypatch.undo()
+    monkeypatch.setattr(Path, "stat", lambda path, **_: (_ for _ in ()).throw(PermissionError(errno.EACCES, "Denied")))
+    assert kept.verify()[0] == "config.yaml: cannot be read: Denied"
 
 
 def test_a_later_format_is_named(tmp_path: Path) -> None:
@@ -124,3 +161,23 @@ def test_the_last_and_the_best_stay(tmp_path: Path) -> None:
     gone = folder.prune(tmp_path, keep_last=1, keep_best=1, metric="eval/sums")
     assert [each.step for each in gone] == [1, 2, 3, 5]
     assert steps(tmp_path) == [4, 6]
+
+
+def test_of_several_with_the_metric_of_one_step_only_the_first_may_be_the_best(tmp_path: Path) -> None:
+    def measured(step: int, at: int, value: float) -> None:
+        path = folder.begin(tmp_path, step)
+        folder.complete(path, step, metrics={"eval/sums": value}, measured={"eval/sums": at})
+
+    def best(count: int, *, last: int = 1) -> list[int]:
+        kept = folder.chosen(folder.listed(tmp_path), keep_last=last, keep_best=count, metric="eval/sums")
+        return [each.step for each in kept][:-last]
+
+    measured(4, 4, 0.9)
+    measured(6, 4, 0.9)
+    measured(8, 8, 0.5)
+    measured(10, 9, 0.7)
+    measured(12, 9, 0.7)
+    measured(14, 9, 0.7)
+    assert best(1) == [4], "and not the weights of two steps later, which nobody measured"
+    assert best(2) == [4, 10]
+    assert best(3) == [4, 8, 10]

@@ -8,6 +8,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -147,6 +148,25 @@ async def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
     hook.logged = logged
     await run(world)
     assert steps(tmp_path) == [2, 6]
+
+
+async def test_what_is_measured_now_and_then_is_known_by_its_step(tmp_path: Path) -> None:
+    world = world_of(tmp_path, steps=5, every=1, keep_last=None)
+    hook = world.algorithm.job.hooks[0]
+    told = hook.logged
+
+    async def logged(algorithm: Any, step: Any) -> None:
+        number = algorithm.job.telemetry.last_step
+        await told(algorithm, replace(step, metrics={**step.metrics, **({"eval/sums": 1.0} if number % 2 else {})}))
+
+    hook.logged = logged
+    await run(world)
+    there = folder.listed(tmp_path)
+    assert [each.measured("eval/sums") for each in there] == [1, 1, 3, 3, 5]
+    assert [each.measured("loss") for each in there] == [1, 2, 3, 4, 5]
+    later = Checkpointer(CheckpointConfig(every=1), tmp_path, {}, use_ray=False)
+    later.restore(there[3].driver["hooks"]["Checkpointer"])
+    assert later.measured["eval/sums"] == 3
 
 
 async def test_an_export_is_made_in_the_same_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
