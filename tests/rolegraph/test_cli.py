@@ -137,7 +137,7 @@ def test_help_names_groups_and_commands(capsys: pytest.CaptureFixture[str]) -> N
         cli.main(["run", "--help"])
     assert stopped.value.code == 0
     text = capsys.readouterr().out
-    assert "algorithm: distill, gkd, grpo, pt, sampling, sft" in text
+    assert "algorithm: distill, evaluation, gkd, grpo, pt, sampling, sft" in text
     assert cli.dispatch(["--help"]) == 0
     assert "rolegraph plan" in capsys.readouterr().out
     assert cli.dispatch(["rnu"]) == 2
