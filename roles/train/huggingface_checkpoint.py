@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,9 +50,7 @@ class HFCheckpoint:
         """See `TrainRole.save`."""
         policy, common = self._policy, self._common()
         state = self._named("model", policy.trained)
-        for moment in MOMENTS if common["optimizer_step"] is not None else ():
-            found = {name: policy.optimizer.state[param][moment] for name, param in policy.trained.items()}
-            state |= self._named(f"optimizer.{moment}", found)
+        state |= self._moments(common["optimizer_names"])
         for kind in ("reference", "average"):
             if common[kind]:
                 state |= self._kept(kind, getattr(policy, kind))
@@ -78,15 +76,13 @@ class HFCheckpoint:
         policy, trainer = self._policy, self._trainer
         trainer.reset()
         trainer.steps = common["steps"]
-        step = common["optimizer_step"]
-        if step is not None:
-            for param in policy.trained.values():
-                moments = {moment: torch.zeros_like(param) for moment in MOMENTS}
-                # A tensor of its own each: torch counts them up one by one.
-                policy.optimizer.state[param] = {"step": torch.tensor(step, device=policy.device), **moments}
-            for moment in MOMENTS:
-                found = {name: policy.optimizer.state[param][moment] for name, param in policy.trained.items()}
-                self._read(folder, self._named(f"optimizer.{moment}", found))
+        names, params = common["optimizer_names"], policy.trained
+        for name in names:
+            moments = {moment: torch.zeros_like(params[name]) for moment in MOMENTS}
+            # A tensor of its own each: torch counts them up one by one.
+            step = torch.tensor(common["optimizer_step"], device=policy.device)
+            policy.optimizer.state[params[name]] = {"step": step, **moments}
+        self._read(folder, self._moments(names))
         if common["reference"]:
             policy.reference = policy.reference or policy.copies()
             self._read(folder, self._kept("reference", policy.reference))
@@ -107,13 +103,15 @@ class HFCheckpoint:
 
     def _common(self) -> dict[str, Any]:
         policy = self._policy
-        steps = [float(state["step"]) for state in policy.optimizer.state.values()]
+        state = policy.optimizer.state
+        names = [name for name, param in policy.trained.items() if param in state]
         return {
             "format": FORMAT,
             **_identity(policy),
             "ranks": dist.get_world_size(),
             "steps": self._trainer.steps,
-            "optimizer_step": max(steps, default=None),
+            "optimizer_step": float(state[policy.trained[names[0]]]["step"]) if names else None,
+            "optimizer_names": names,
             "reference": policy.reference is not None and policy.reference_moved,
             "average": policy.average is not None,
         }
@@ -138,6 +136,13 @@ class HFCheckpoint:
     def _named(self, kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {f"{kind}.{name}": tensor.detach() for name, tensor in tensors.items()}
 
+    def _moments(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """What the optimizer holds of these weights."""
+        params, state = self._policy.trained, self._policy.optimizer.state
+        return {
+            f"optimizer.{moment}.{name}": state[params[name]][moment].detach() for moment in MOMENTS for name in names
+        }
+
     def _kept(self, kind: str, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies of weights, as tensors that are cut as those are."""
         weights = dict(self._policy.model.named_parameters())
@@ -145,6 +150,8 @@ class HFCheckpoint:
 
     def _read(self, folder: Path, state: dict[str, Tensor]) -> None:
         """Into the memory of these tensors."""
+        if not state:
+            return
         fault = ""
         try:
             with warnings.catch_warnings():

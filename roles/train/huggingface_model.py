@@ -94,8 +94,12 @@ class HFPolicy:
         return {name: shard.detach().clone() for name, shard in self.shards().items()}
 
     def save_reference(self) -> None:
-        """Copy the weights of now."""
-        self.reference, self.reference_moved = self.copies(), True
+        """Copy the weights of now, into the memory of those before."""
+        if self.reference is None:
+            self.reference = self.copies()
+        for name, shard in self.shards().items():
+            self.reference[name].copy_(shard.detach())
+        self.reference_moved = True
 
     def initial(self) -> dict[str, Tensor] | None:
         """This rank's shards of the weights of the start, read again; null for a model without its adapters."""

@@ -90,6 +90,17 @@ def test_layers_that_lie_the_other_way_round(hf: Start, folder: Path, tmp_path: 
     assert np.abs(found.numpy() - logprobs(role, reference=True)).max() > 1e-2
 
 
+def test_trains_float32_adapters_beside_bfloat16(hf: Start) -> None:
+    exact = logprobs(hf())
+    role = hf(dtype="bfloat16")
+    kinds = {(param.requires_grad, param.dtype) for param in role._policy.model.parameters()}
+    assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
+    assert 0 < np.abs(logprobs(role) - exact).max() < 0.5
+    losses = [role.step(batches()[0], loss=NLL)["loss"] for _ in range(6)]
+    assert losses[-1] < losses[0] - 0.5
+    assert np.abs(logprobs(role, reference=True) - exact).max() < 0.5
+
+
 def test_checkpoints_hold_the_adapter_alone(hf: Start, start: Start, tmp_path: Path) -> None:
     from torch.distributed.checkpoint import FileSystemReader
 
