@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from rolegraph.errors import CheckpointError, TurnError
+from roles.train.saving import HostWriter
 from tests.models import make_checkpoint
 from tests.roles.train.megatron_workers import NLL, make_batch
 
@@ -50,8 +52,12 @@ def averaged(role: Any) -> Any:
     [{}, {"use_distributed_optimizer": False}, {"dtype": "bfloat16"}],
     ids=["distributed", "replicated", "bfloat16"],
 )
-def test_goes_on_bit_for_bit_from_the_moment_of_the_save(start: Start, tmp_path: Path, settings: Any) -> None:
-    """Training goes on while it is written; a reference of the middle and the average are part of it."""
+def test_goes_on_bit_for_bit_from_the_moment_of_the_save(
+    start: Start, tmp_path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training goes on before it is written; a reference of the middle and the average are part of it."""
+    trained, write = threading.Event(), HostWriter.write
+    monkeypatch.setattr(HostWriter, "write", lambda writer: write(writer) if trained.wait(60) else [])
     role = start(**SETTINGS | settings)
     role.step(make_batch(8, 0), loss=NLL)
     role.save_reference()
@@ -63,6 +69,8 @@ def test_goes_on_bit_for_bit_from_the_moment_of_the_save(start: Start, tmp_path:
     folder.mkdir()
     role.save(str(folder))
     followed = train(role)
+    assert role.is_saving()
+    trained.set()
     role.finish_save()
     assert not role.is_saving()
 
