@@ -11,6 +11,7 @@ from rolegraph.dispatch import AnyEndpoint, Call, Rows, contiguous_parts, count_
 from rolegraph.errors import RoleError
 from rolegraph.futures import failed, watch
 from rolegraph.member import Member, Sent
+from rolegraph.recovery import reason
 
 if TYPE_CHECKING:
     from rolegraph.group import RoleGroup
@@ -99,5 +100,6 @@ class _Feeding:
         self.last = self.group.explain(member, cast(Any, future.exception()), self.endpoint.name)
         if member.alive:
             raise self.last from None
-        _log.warning("%s: %d rows go back to the queue", self.last, len(cast(Any, call.rows)))
+        lost, why = len(cast(Any, call.rows)), reason(self.last.message)
+        _log.warning("%d rows of %s rank %d go back to the queue: %s", lost, self.group.role, call.rank, why)
         self.waiting.appendleft(cast(Any, call.rows))
