@@ -6,7 +6,7 @@ import pytest
 
 from rolegraph.algorithms.config import PTConfig, SFTConfig
 from rolegraph.algorithms.sft import PT, SFT
-from rolegraph.interfaces import LossSpec, TrainRole
+from rolegraph.interfaces import LossSpec, RolloutRole, TrainRole
 from tests.rolegraph.algorithms.fakes import World
 
 
@@ -35,4 +35,5 @@ async def test_a_loss_of_its_own() -> None:
 
 
 def test_roles() -> None:
-    assert SFT.roles() == PT.roles() == {"train": (TrainRole, False)}
+    evaluated_by = {"rollout": (RolloutRole, True)}
+    assert SFT.roles() == PT.roles() == {"train": (TrainRole, False), **evaluated_by}
