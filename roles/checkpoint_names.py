@@ -33,13 +33,14 @@ def checkpoint_views(model: Any) -> dict[str, Tensor]:
     return found
 
 
-def aliases(views: dict[str, Tensor]) -> set[str]:
-    """Names of memory that an earlier name has too: tied weights."""
+def need_not_come(model: Any, views: dict[str, Tensor]) -> set[str]:
+    """Names that a trainer may leave out: those of memory that an earlier name has too (tied weights), and buffers."""
+    buffers = {buffer.data_ptr() for buffer in model.buffers() if buffer.numel()}
     seen: set[tuple[Any, ...]] = set()
     found = set()
     for name, tensor in views.items():
         place = (tensor.device, tensor.data_ptr(), tuple(tensor.shape))
-        if tensor.numel() and place in seen:
+        if tensor.numel() and (place in seen or tensor.data_ptr() in buffers):
             found.add(name)
         seen.add(place)
     return found

@@ -121,7 +121,7 @@ class HuggingFaceRollout(RolloutRole):
 
     def _targets(self, manifest: list[TensorInfo], adapter: AdapterInfo | None) -> dict[str, Tensor]:
         """Where each weight goes; raises for weights that are not those of the model, or cannot be written now."""
-        from roles.checkpoint_names import UnnamedWeightError, aliases, checkpoint_views
+        from roles.checkpoint_names import UnnamedWeightError, checkpoint_views, need_not_come
 
         if adapter is not None:
             raise WeightSyncError(f"{self.context.role} was started without room for an adapter")
@@ -130,7 +130,8 @@ class HuggingFaceRollout(RolloutRole):
             views = checkpoint_views(self._engine.model)
         except UnnamedWeightError as error:
             raise WeightSyncError(f"{self.context.role} cannot take weights for this kind of model: {error}") from error
-        check_manifest(manifest, {name: view.shape for name, view in views.items()}, optional=aliases(views))
+        shapes = {name: tuple(view.shape) for name, view in views.items()}
+        check_manifest(manifest, shapes, optional=need_not_come(self._engine.model, views))
         return views
 
     def _joined(self) -> WeightReceiver:

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from roles.checkpoint_names import UnnamedWeightError, _rows_of, aliases, checkpoint_views  # noqa: E402
+from roles.checkpoint_names import UnnamedWeightError, _rows_of, checkpoint_views, need_not_come  # noqa: E402
 from tests.models import make_checkpoint  # noqa: E402
 from tests.roles.rollout.replica import checkpoint_tensors  # noqa: E402
 
@@ -41,11 +41,14 @@ def test_they_are_the_models_own_memory(tmp_path: Path, kind: str) -> None:
     assert not any(weight.count_nonzero() for weight in model.parameters())
 
 
-def test_tied_weights_have_both_their_names(tmp_path: Path) -> None:
+def test_tied_weights_have_both_their_names_and_buffers_need_not_come(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen3", tied=True)
-    views = checkpoint_views(loaded(tmp_path))
-    assert aliases(views) == {"lm_head.weight"}
+    model = loaded(tmp_path)
+    views = checkpoint_views(model)
+    assert need_not_come(model, views) == {"lm_head.weight"}
     assert views.keys() - checkpoint_tensors(tmp_path).keys() == {"lm_head.weight"}
+    model.register_buffer("counts", torch.zeros(3))
+    assert need_not_come(model, checkpoint_views(model)) == {"lm_head.weight", "counts"}
 
 
 def test_a_weight_that_loading_turns_round_is_named() -> None:
