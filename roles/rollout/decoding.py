@@ -158,7 +158,7 @@ class Decoding:
         Raises WeightSyncError where a sync broke off meanwhile.
         """
         for step in range(self._most):
-            with self._weights.gate.passed(), torch.inference_mode():
+            with self._weights.gate.passed(), torch.no_grad():
                 if not is_wanted():
                     break
                 self._weights.refuse_torn()
