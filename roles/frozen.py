@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from rolegraph.role import RoleContext
+
+ONE_LOADS = threading.Lock()
+"""Held while transformers loads a model: two that load in threads of one process leave each other without weights."""
 
 
 class FrozenModel:
@@ -22,9 +26,10 @@ class FrozenModel:
         self._on_gpu = context.device == "cuda"
         self.dtype = {"auto": "bfloat16" if self._on_gpu else "float32"}.get(dtype, dtype)
         placed = {"device_map": "auto"} if spread and self._on_gpu and len(context.device_ids) > 1 else {}
-        self.model, info = kind.from_pretrained(
-            folder, dtype=getattr(torch, self.dtype), output_loading_info=True, **placed
-        )
+        with ONE_LOADS:
+            self.model, info = kind.from_pretrained(
+                folder, dtype=getattr(torch, self.dtype), output_loading_info=True, **placed
+            )
         self.missing: list[str] = sorted(info["missing_keys"])
         """Weights that the checkpoint lacks, which are random ones now."""
         self.model.requires_grad_(False).eval()

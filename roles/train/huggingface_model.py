@@ -21,6 +21,7 @@ from transformers.utils import is_flash_attn_2_available
 from rolegraph.errors import ConfigError, RoleGraphError
 from rolegraph.interfaces import AdapterInfo, PolicyWeights
 from rolegraph.role import RoleContext
+from roles.frozen import ONE_LOADS
 from roles.logits import HeadRule, head_rule
 from roles.train import huggingface_lora as lora
 from roles.train import process_group
@@ -105,7 +106,8 @@ class HFPolicy:
         """This rank's shards of the weights of the start, read again; null for a model without its adapters."""
         if self.adapter is not None:
             return None
-        found = AutoModelForCausalLM.from_pretrained(self.source, dtype="auto")
+        with ONE_LOADS:
+            found = AutoModelForCausalLM.from_pretrained(self.source, dtype="auto")
         params = dict(self.model.named_parameters())
         return {
             name: part(param.detach(), params[name]).to(self.device, torch.float32)
@@ -277,7 +279,8 @@ def _load(config: HuggingFaceTrainConfig, on_gpu: bool) -> Any:
         attention = "flash_attention_2"
     chosen = {} if attention is None else {"attn_implementation": attention}
     try:
-        model = AutoModelForCausalLM.from_pretrained(config.folder, config=settings, dtype="auto", **chosen)
+        with ONE_LOADS:
+            model = AutoModelForCausalLM.from_pretrained(config.folder, config=settings, dtype="auto", **chosen)
     except (ValueError, ImportError) as error:
         raise ConfigError(f"train=huggingface cannot load {config.folder}: {error}") from error
     for module in model.modules():
