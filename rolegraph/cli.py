@@ -208,6 +208,14 @@ def _refuse_early(run: RunConfig) -> None:
         plan(this_machine(), requests(run.roles), run.placement)
 
 
+class _Stopped(BaseException):
+    """A signal has asked the run to end: no error that Hydra would keep until a sweep is through."""
+
+    def __init__(self, error: StoppedError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 def _through_hydra(args: Namespace, checked: RunConfig | None = None) -> int:
     """Hand the command line to Hydra, which makes the run's folder, or one a job of a sweep.
 
@@ -232,6 +240,8 @@ def _through_hydra(args: Namespace, checked: RunConfig | None = None) -> int:
     def task(config: DictConfig) -> None:
         try:
             _job(args, as_typed, checked)
+        except StoppedError as error:
+            raise _Stopped(error) from None  # a sweep ends here, where it would take another error for one job's
         except RoleGraphError as error:
             failures.append(error)
             if args.multirun:
@@ -242,6 +252,8 @@ def _through_hydra(args: Namespace, checked: RunConfig | None = None) -> int:
         _run_hydra(args, get_args_parser(), task, CONFIG_PATH, CONFIG_NAME)
     except HydraException as error:
         raise ConfigError(str(error)) from error
+    except _Stopped as stopped:
+        raise stopped.error from None
     if failures:
         raise failures[0]
     return 0

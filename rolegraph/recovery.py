@@ -96,7 +96,8 @@ class Recovery:
         self._clock = clock
         self._unit_of = {rank: unit for unit, ranks in enumerate(units) for rank in ranks}
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._changed = asyncio.Event()
+        self._waiters: set[asyncio.Future[bool]] = set()
+        """Who is told of the next change, each by a future of its own."""
         self._fault: Exception | None = None
         self._began: dict[int, float] = {}
         for health in self.health:
@@ -152,8 +153,15 @@ class Recovery:
 
     def change(self) -> asyncio.Future[bool]:
         """Done when the state of a unit has changed since it was asked for."""
-        self._changed.clear()
-        return asyncio.ensure_future(self._changed.wait())
+        waiter: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._waiters.add(waiter)
+        waiter.add_done_callback(self._waiters.discard)  # one that is cancelled waits no more
+        return waiter
+
+    def _tell_change(self) -> None:
+        for waiter in tuple(self._waiters):
+            if not waiter.done():
+                waiter.set_result(True)
 
     async def somebody(self) -> None:
         """Return once somebody is healthy, or nobody is awaited any more; where turns count, once nobody is."""
@@ -185,7 +193,7 @@ class Recovery:
         except Exception as error:
             self._fault = error
         finally:
-            self._changed.set()
+            self._tell_change()
 
     async def _start(self, unit: int) -> None:
         """One try to start a dead unit."""
@@ -241,7 +249,7 @@ class Recovery:
         else:
             after = f"{self._name(unit)} is started again (restart {health.restarts + 1} of {most})"
         self.rescue.tell(f"{who} died: {reason(error.message)}; {after}")
-        self._changed.set()
+        self._tell_change()
 
     def _kill(self, unit: int) -> None:
         for rank in self.units[unit]:

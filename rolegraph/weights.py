@@ -62,6 +62,8 @@ class WeightSync:
         self._receivers = list(receivers)
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
+        self._patience_s = timeout_s
+        """How long the receiving side, and the driver, wait for a trainer that may be in the middle of its steps."""
         self._backend = backend
         self._drain = drain
         self._adapter = adapter
@@ -116,7 +118,8 @@ class WeightSync:
             await self.close()  # the trainer can be in one
             alone = copy.copy(self)
             alone._receivers, alone._lock = [group_of(receiver).rank(rank)], asyncio.Lock()
-            alone._timeout_s = max(self._timeout_s, _BUSY_S)
+            # The trainer itself waits for nobody as long as that: a replica may die once more.
+            alone._patience_s = max(self._timeout_s, _BUSY_S)
             try:
                 await alone.renew()
             finally:
@@ -150,7 +153,7 @@ class WeightSync:
             for name, receiver, _ in self._named(living):
                 beside = {"adapter": info} if info else {}
                 calls[name] = receiver.receive_weights(manifest, self._bucket_bytes, version, **beside)
-            await _together(f"weight sync {version}", calls, self._timeout_s)
+            await _together(f"weight sync {version}", calls, self._patience_s)
         except Exception:
             await self.close()
             raise
@@ -202,8 +205,9 @@ class WeightSync:
         group = TransferGroup(self._backend, host, port, rank, {}, self._timeout_s)
         calls: dict[str, Awaitable[object]] = {"train": self._train.connect_weights(group)}
         for name, receiver, index in self._named(living):
-            calls[name] = receiver.connect_weights(replace(group, offsets=offsets[index]))
-        await _together(f"connecting for weight sync {version}", calls, self._timeout_s)
+            theirs = replace(group, offsets=offsets[index], timeout_s=self._patience_s)
+            calls[name] = receiver.connect_weights(theirs)
+        await _together(f"connecting for weight sync {version}", calls, self._patience_s)
         self._connected = living
 
     def _named(self, living: list[dict[int, int]]) -> list[tuple[str, RolloutRole, int]]:

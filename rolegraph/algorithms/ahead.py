@@ -126,7 +126,8 @@ class Generations:
         try:
             await self._tasks.__aexit__(kind, error, trace)
         except BaseExceptionGroup as faults:
-            raise faults.exceptions[0] from None
+            # What ended the block came first; the task may fail of being cancelled.
+            raise (error if error in faults.exceptions else faults.exceptions[0]) from None
 
 
 def made_before(earlier: State | None) -> list[Generation]:

@@ -72,6 +72,7 @@ class GKD(Algorithm):
         await self.begin_stage("gkd", steps)
         on_policy = self.split(self.at.number + 1, steps)
         async with Generations.of(self, self.sample, len(on_policy), self.earlier) as self.generations:
+            self.earlier = None  # or the store would hold its rows to the end
             for step in range(self.at.number + 1, steps + 1):
                 if step in on_policy:
                     self.generations.synced(await self.sync())

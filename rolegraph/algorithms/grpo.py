@@ -88,6 +88,7 @@ class GRPO(Algorithm):
             telemetry.event(config.staleness_note)
         taken, whole = (math.ceil(count / config.steps_per_batch) for count in (self.at.number, steps))
         async with Generations.of(self, self.sample, whole - taken, self.earlier) as self.generations:
+            self.earlier = None  # or the store would hold its rows to the end
             while self.at.number < steps:
                 metrics: Metrics = {}
                 if self.samples is None or self.used == config.steps_per_batch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ import yaml
 
 from rolegraph import cli
 from rolegraph.config import RunConfig
-from rolegraph.errors import RoleGraphError
+from rolegraph.errors import RoleGraphError, StoppedError
 from tests.rolegraph.config.conftest import Folder, user  # noqa: F401 - a fixture
 from tests.rolegraph.test_estimate import SIZES
 
@@ -118,6 +119,19 @@ def test_multirun(runs: list[RunConfig], capsys: pytest.CaptureFixture[str]) -> 
     assert len({run.output_dir for run in runs}) == 4
     assert cli.dispatch(["run", "-m", "algorithm=sft", "train.dtype=float32,float31"]) == 2
     assert "train.dtype=float31" in capsys.readouterr().err
+
+
+def test_a_sweep_ends_with_the_job_that_a_signal_has_stopped(
+    runs: list[RunConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(run: RunConfig) -> None:
+        runs.append(run)
+        raise StoppedError("stopped by SIGTERM: go on behind step 3 with resume=auto", signal.SIGTERM)
+
+    sys.modules["rolegraph.run"].main = stop  # type: ignore[attr-defined]
+    assert cli.dispatch(["run", "--multirun", "algorithm=sft", "seed=1,2"]) == 143
+    assert [run.seed for run in runs] == [1]
+    assert "stopped by SIGTERM" in capsys.readouterr().err
 
 
 def test_cfg_job_prints_every_default(capsys: pytest.CaptureFixture[str]) -> None:

@@ -120,6 +120,23 @@ async def test_a_call_waits_for_the_only_replica_and_fails_with_its_error_once_i
     assert colony.told[-1].endswith("it is left out from now on, health.max_restarts=2 is used up")
 
 
+async def test_every_call_that_waits_hears_of_a_change() -> None:
+    colony = Colony(Replica, ranks=1)
+    recovery = colony.rescue().recovery
+    assert recovery is not None
+    first = recovery.change()
+    recovery._tell_change()
+    second = recovery.change()  # asked for in the moment of a change, as calls side by side do
+    assert first.done()
+    assert not second.done()
+    for _ in range(100):
+        recovery.change().cancel()
+    await asyncio.sleep(0)
+    assert recovery._waiters == {second}, "those that wait no more are forgotten"
+    recovery._tell_change()
+    assert await asyncio.wait_for(second, 5)
+
+
 async def test_others_do_the_rows_where_one_is_given_up() -> None:
     colony = Colony(Replica, config={"u3": 1})
     group = colony.rescue(max_restarts=0)

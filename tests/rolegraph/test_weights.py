@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -357,6 +358,30 @@ async def test_a_replica_that_dies_during_a_sync_costs_one_more_try(when: str) -
     assert list(rollout.sizes) == [0, 2]
     assert all(torch.equal(got["embed"], train.tensors["embed"]) for got in rollout.got)
     await sync.close()
+
+
+async def test_a_trainer_waits_for_a_new_replica_no_longer_than_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    train, rollout = FakeTrain(), FakeRollout(1, 1)
+    waits: dict[str, list[float]] = {"train": [], "rollout": []}
+
+    def noting(role: FakeTrain | FakeRollout, name: str) -> None:
+        connect = role.connect_weights
+
+        async def connect_and_note(group: TransferGroup) -> None:
+            waits[name].append(group.timeout_s)
+            await connect(group)
+
+        monkeypatch.setattr(role, "connect_weights", connect_and_note)
+
+    noting(train, "train")
+    noting(rollout, "rollout")
+    monkeypatch.setattr("rolegraph.weights.group_of", lambda _: SimpleNamespace(rank=lambda rank: rollout))
+    sync = WeightSync(train, [rollout], timeout_s=15)  # type: ignore[arg-type, list-item]
+    await sync.sync()
+    await sync.bring(rollout, 0)  # type: ignore[arg-type]
+    assert waits["train"] == [15, 15], "it may die before it has joined"
+    assert waits["rollout"] == [15, 3600], "the trainer may be in the middle of its steps"
+    assert rollout.version == sync.version == 1
 
 
 def test_importing_the_drivers_side_is_light() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from rolegraph.algorithms.ahead import Generations
 from rolegraph.algorithms.config import GRPOConfig, WarmStartConfig
 from rolegraph.algorithms.grpo import GRPO
 from rolegraph.batch import Batch
-from rolegraph.errors import RoleError, StalenessError
+from rolegraph.errors import RoleError, StalenessError, StoppedError
 from rolegraph.interfaces import LossSpec, SamplingParams
 from rolegraph.staleness import Staleness
 from tests.rolegraph.algorithms.fakes import Rollout, World
@@ -249,3 +250,17 @@ async def test_a_block_that_is_left_early_ends_the_generation_that_runs_beside_i
         generations.synced(1)
         await asyncio.sleep(0)
     assert ended == ["generation"]
+
+
+async def test_what_ends_the_block_is_told_before_what_becomes_of_the_generation_beside_it() -> None:
+    async def make() -> tuple[Batch, dict[str, float]]:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            raise RoleError("the call was broken off", role="rollout")
+
+    with pytest.raises(StoppedError, match="asked to stop"):
+        async with Generations(make, Staleness(1), 3, nullcontext) as generations:
+            generations.synced(1)
+            await asyncio.sleep(0)
+            raise StoppedError("asked to stop", signal.SIGTERM)
