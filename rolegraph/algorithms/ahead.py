@@ -127,7 +127,8 @@ class Generations:
             await self._tasks.__aexit__(kind, error, trace)
         except BaseExceptionGroup as faults:
             # What ended the block came first; the task may fail of being cancelled.
-            raise (error if error in faults.exceptions else faults.exceptions[0]) from None
+            first = error if error is not None and error in faults.exceptions else faults.exceptions[0]
+            raise first from None
 
 
 def made_before(earlier: State | None) -> list[Generation]:
