@@ -3,15 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from rolegraph.algorithms.teachers import assigned
 from rolegraph.batch import Batch
+from rolegraph.checkpoints.fingerprint import of_data, of_models
+from rolegraph.checkpoints.folder import Checkpoint
+from rolegraph.checkpoints.resume import refuse_others
 from rolegraph.config.eval_sets import needs_of
 from rolegraph.config.schema import RunConfig
 from rolegraph.data import Dataset
 from rolegraph.data.report import Report
 from rolegraph.errors import DataError
 from rolegraph.role import is_teacher
+
+
+def models_about(config: RunConfig, checkpoint: Checkpoint | None) -> dict[str, Any]:
+    """What the run is about, as far as it is known; raises CheckpointError where the checkpoint has other models."""
+    if config.checkpoint.every is None and checkpoint is None:
+        return {}
+    about = {"models": of_models(config)}
+    refuse_others(checkpoint, about)
+    return about
+
+
+async def load_checked(
+    config: RunConfig, model_path: str, about: dict[str, Any], checkpoint: Checkpoint | None
+) -> tuple[Dataset, dict[str, Dataset]]:
+    """Read all rows, and say in `about` which they are; CheckpointError where the checkpoint has others."""
+    dataset, sets = await load_all(config, model_path)
+    if about:
+        about["data"] = of_data(dataset)
+        refuse_others(checkpoint, about)
+    return dataset, sets
 
 
 async def load_all(config: RunConfig, model_path: str) -> tuple[Dataset, dict[str, Dataset]]:

@@ -18,7 +18,7 @@ from rolegraph.algorithms.scorers import Scorers
 from rolegraph.algorithms.teachers import Teachers
 from rolegraph.care import RunCare
 from rolegraph.checkpoints.folder import Checkpoint, newest
-from rolegraph.checkpoints.resume import check_trainer, go_on, start_of
+from rolegraph.checkpoints.resume import as_kept, check_trainer, go_on, put_aside, start_of
 from rolegraph.config.rules import settle
 from rolegraph.config.schema import RunConfig, Spec
 from rolegraph.config.turn_rules import takes_no_device
@@ -31,7 +31,7 @@ from rolegraph.movers import mover
 from rolegraph.parcel import code_folder
 from rolegraph.placement import Plan, plan, requests, this_machine
 from rolegraph.placement.environment import as_environment
-from rolegraph.reading import load_all
+from rolegraph.reading import load_checked, models_about
 from rolegraph.rebuild import TrainGroup
 from rolegraph.results import alone_in
 from rolegraph.rewards.config import RewardConfig
@@ -84,10 +84,12 @@ def main(config: RunConfig) -> None:
     """
     run_dir = Path(config.output_dir or "outputs").absolute()
     with alone_in(run_dir):
-        if ending := _algorithm_class(config.algorithm).begin(config, run_dir):
+        algorithm_class = _algorithm_class(config.algorithm)
+        if ending := algorithm_class.begin(config, run_dir):
             _say(ending)
             return
-        save_config(config, run_dir / "config.yaml")
+        if not config.resume or not (run_dir / "config.yaml").exists():  # else once nothing refuses it any more
+            save_config(as_kept(config, _start(config, run_dir), run_dir), run_dir / "config.yaml")
         try:
             asyncio.run(_run(config, run_dir))
         finally:
@@ -99,7 +101,8 @@ def main(config: RunConfig) -> None:
 async def _run(config: RunConfig, run_dir: Path) -> None:
     algorithm_class = _algorithm_class(config.algorithm)
     # While the folder holds what an earlier run left, and nothing of this one.
-    checkpoint = start_of(config, run_dir) if algorithm_class.can_save else None
+    checkpoint = _start(config, run_dir)
+    aside = put_aside(run_dir) if algorithm_class.can_save and checkpoint is None else None
     started = time.monotonic()
     telemetry = Telemetry(
         run_dir,
@@ -112,8 +115,13 @@ async def _run(config: RunConfig, run_dir: Path) -> None:
     )
     async with AsyncExitStack() as stack:
         stack.callback(telemetry.close)
+        if aside is not None:
+            telemetry.event(
+                f"no whole checkpoint in {run_dir}: the run begins anew; {aside.name} has the metrics of before"
+            )
         model_path = await asyncio.to_thread(ensure, config.model)
         config = await asyncio.to_thread(with_models, config, model_path)
+        about = await asyncio.to_thread(models_about, config, checkpoint)
         placed = await asyncio.to_thread(_place, config, stack)
         config = settle(config, placed)
         turns = _turns(config, placed, algorithm_class)
@@ -121,18 +129,24 @@ async def _run(config: RunConfig, run_dir: Path) -> None:
         care = RunCare(config.health.max_restarts, turns, telemetry)
         graph = _graph(config, placed, run_dir, algorithm_class, telemetry, turns, care)
         stack.push_async_callback(graph.stop)
-        dataset, sets = await _side_by_side(graph, load_all(config, model_path), telemetry)
+        dataset, sets = await _side_by_side(graph, load_checked(config, model_path, about, checkpoint), telemetry)
+        save_config(as_kept(config, checkpoint, run_dir), run_dir / "config.yaml")
         stack.callback(telemetry.finish_samples)
         for name, loaded in {**({"": dataset} if len(dataset) else {}), **sets}.items():
             for line in loaded.report.lines():
                 telemetry.event(f"eval set {name}: {line}" if name else line)
         slow = ", ".join(f"{role} {seconds:.1f} s" for role, seconds in graph.startup.items())
         telemetry.event(f"roles ready after {time.monotonic() - started:.1f} s ({slow})")
-        hooks = await hooks_of(config, run_dir, dataset, stack)
+        hooks = hooks_of(config, run_dir, about, stack)
         ready = Ready(config, placed, graph, dataset, sets, telemetry, turns, hooks, care)
         await run_to_the_end(ready, checkpoint)
         gain = telemetry.gain if "train" in config.roles else ""  # rewards rise where something learns
         telemetry.event(f"done in {telemetry.elapsed}" + (f": {gain}" if gain else ""))
+
+
+def _start(config: RunConfig, run_dir: Path) -> Checkpoint | None:
+    """The checkpoint that the run begins from, where its algorithm knows of such."""
+    return start_of(config, run_dir) if _algorithm_class(config.algorithm).can_save else None
 
 
 @dataclass(frozen=True)

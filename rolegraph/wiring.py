@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
@@ -14,7 +13,6 @@ from rolegraph.algorithms.hooks import Hook
 from rolegraph.algorithms.scorers import Scorers
 from rolegraph.algorithms.teachers import Teachers
 from rolegraph.bad_steps import BadSteps
-from rolegraph.checkpoints.fingerprint import about_run
 from rolegraph.checkpoints.hook import Checkpointer
 from rolegraph.checkpoints.stopping import StopRequest
 from rolegraph.config.eval_sets import completion_length, scorer_of
@@ -134,10 +132,9 @@ class Hooks:
     """The fingerprints of models and data, by which a checkpoint knows its run."""
 
 
-async def hooks_of(config: RunConfig, run_dir: Path, dataset: Dataset, stack: AsyncExitStack) -> Hooks:
-    """The hooks of a run; `stack` gives signals back at its end."""
+def hooks_of(config: RunConfig, run_dir: Path, about: Mapping[str, Any], stack: AsyncExitStack) -> Hooks:
+    """The hooks of a run that is about these models and data; `stack` gives signals back at its end."""
     saves = config.checkpoint.every is not None
-    about = await asyncio.to_thread(about_run, config, dataset.rows) if saves or config.resume else {}
     stop = StopRequest()
     stack.callback(stop.restore)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import time
 from argparse import ArgumentParser
 from collections.abc import Sequence
@@ -39,11 +40,21 @@ def main(words: Sequence[str]) -> int:
     given = parser.parse_args(list(words))
     _check(given)
     run_dir, named = _run_dir(given.path)
-    if given.prune:
-        _prune(run_dir, given)
     there = [named] if named is not None else folder.listed(run_dir)
+    _check_metric(given.metric, there)
+    if given.prune:
+        if named is not None:
+            raise ConfigError(
+                f"--prune removes all but some checkpoints of a run, and {given.path} is one of them: name the run, "
+                f"{run_dir}"
+            )
+        _prune(run_dir, given)
+        there = folder.listed(run_dir)
+    faults = [] if named is not None else folder.unreadable(run_dir)
     _show(run_dir, there, given.metric, [] if named is not None else folder.partial(run_dir))
-    return _verify(there) if given.verify else 0
+    for fault in faults:
+        print(fault)
+    return (_verify(there) if given.verify else 0) or int(given.verify and bool(faults))
 
 
 def _check(given: Any) -> None:
@@ -55,10 +66,22 @@ def _check(given: Any) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} is for --prune: add it, or leave this one out")
     if given.prune and given.keep_last < 1:
         raise ConfigError(f"--keep-last {given.keep_last} keeps nothing to go on from: give 1 or more")
+    if given.keep_best is not None and given.keep_best < 0:
+        raise ConfigError(f"--keep-best {given.keep_best} says nothing: give 1 or more, or leave it out")
     if given.keep_best and given.metric is None:
         raise ConfigError("--keep-best needs a metric to compare by: add --metric NAME, as in --metric reward/mean")
     if given.best and not given.keep_best:
         raise ConfigError("--best has no effect without --keep-best N")
+
+
+def _check_metric(metric: str | None, there: Sequence[Checkpoint]) -> None:
+    """Raise ConfigError for a metric that no checkpoint has: all would be none of the best."""
+    names = sorted({name for each in there for name in each.metrics})
+    if metric is None or metric in names or not there:
+        return
+    near = difflib.get_close_matches(metric, names, n=3, cutoff=0.5)
+    known = f"did you mean {' or '.join(near)}?" if near else f"they have {', '.join(names) or 'none'}"
+    raise ConfigError(f"--metric {metric}: no checkpoint has it; {known}")
 
 
 def _run_dir(path: str) -> tuple[Path, Checkpoint | None]:

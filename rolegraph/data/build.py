@@ -17,6 +17,7 @@ from rolegraph.columns import KNOWN_TYPES
 from rolegraph.data import rows, sources, tokenizer
 from rolegraph.data.columns import given_back_otherwise, to_columns
 from rolegraph.data.config import DataConfig
+from rolegraph.data.content import content_hash
 from rolegraph.data.report import BadRowError, Report
 from rolegraph.data.rows import Needs, Row, Sample
 from rolegraph.data.tokenizer import ChatTokenizer
@@ -330,6 +331,7 @@ def _shards(kept: list[Encoded], needs: Needs, report: Report, *, keep_exact: bo
     if keep_exact and (exact := given_back_otherwise(values, own)) is not None:
         columns[EXACT] = exact
     table = pa.table(columns | own)
+    report.content = content_hash(table)
     return [Batch.from_table(table.slice(start, SHARD_ROWS)) for start in range(0, len(kept), SHARD_ROWS)]
 
 

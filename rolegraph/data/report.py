@@ -35,6 +35,8 @@ class Report:
     """Rows kept after a change (cut on the left, broken characters replaced), by what changed."""
     notes: list[str] = field(default_factory=list)
     places: dict[str, list[str]] = field(default_factory=dict)
+    content: str = ""
+    """A hash of all columns of the rows that were kept, in their order."""
 
     def drop(self, where: str, row: BadRowError) -> None:
         """Count a row that is left out, and remember where it was if it is among the first of its reason."""

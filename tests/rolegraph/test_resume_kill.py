@@ -121,3 +121,11 @@ def test_a_run_begins_in_a_new_folder_from_a_checkpoint_of_another_and_others_ar
     code, output = finish(tmp_path / "third", *words, others, f"resume={early}")
     assert code == 1, output
     assert "data had 14 rows, and has 15" in output
+    kept = (branch / "config.yaml").read_text()
+    code, output = finish(branch, *words, others, "resume=true", "max_steps=9", "train.decay_steps=7")
+    assert code == 1, output
+    assert (branch / "config.yaml").read_text() == kept, "what is refused leaves the config of the run"
+    (tmp_path / "third" / "config.yaml").write_text(kept)
+    code, output = finish(tmp_path / "third", *words, "resume=auto")
+    assert code == 0, output[-3000:]
+    assert f"going on behind step 6, from {early}" in output, "it began from there"

@@ -79,6 +79,16 @@ def test_a_run_that_goes_on_is_not_pruned(run_dir: Path, capsys: pytest.CaptureF
         ([".", "--prune", "--keep-last", "0"], "--keep-last 0 keeps nothing to go on from"),
         ([".", "--prune", "--keep-last", "1", "--keep-best", "1"], "--keep-best needs a metric to compare by"),
         ([".", "--prune", "--keep-last", "1", "--best", "min"], "--best has no effect without --keep-best N"),
+        ([".", "--prune", "--keep-last", "1", "--keep-best", "-1"], "--keep-best -1 says nothing: give 1 or more"),
+        (
+            [".", "--prune", "--keep-last", "1", "--keep-best", "1", "--metric", "rewards/mean"],
+            "--metric rewards/mean: no checkpoint has it; did you mean reward/mean?",
+        ),
+        ([".", "--metric", "x"], "--metric x: no checkpoint has it; they have reward/mean"),
+        (
+            ["checkpoints/step-10", "--prune", "--keep-last", "1"],
+            "checkpoints/step-10 is one of them: name the run",
+        ),
         ([".", "--purge"], "unrecognized arguments: --purge; `rolegraph checkpoints --help` lists the options"),
     ],
 )
@@ -89,3 +99,12 @@ def test_options_that_say_nothing_are_refused(
     assert cli.dispatch(["checkpoints", *words]) in (1, 2)
     assert message in capsys.readouterr().err
     assert steps(run_dir) == [5, 10, 15]
+
+
+def test_one_whose_marker_cannot_be_read_is_named_and_stays(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder.folder_of(run_dir, 10) / folder.MARKER).write_text("{")
+    assert cli.dispatch(["checkpoints", str(run_dir), "--prune", "--keep-last", "1"]) == 0
+    assert "step-10/complete.json cannot be read" in capsys.readouterr().out
+    assert folder.folder_of(run_dir, 10).is_dir()
+    assert steps(run_dir) == [15]
+    assert cli.dispatch(["checkpoints", str(run_dir), "--verify"]) == 1
