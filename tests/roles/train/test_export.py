@@ -30,13 +30,16 @@ ROWS_OF_HEAD = 301
 README = (Path(__file__).parents[3] / "README.md").read_text()
 
 
-def checkpoint(start: Start, base: Path, run_dir: Path, **settings: Any) -> tuple[Path, Any]:
+def checkpoint(
+    start: Start, base: Path, run_dir: Path, *, backend: str = "megatron", **settings: Any
+) -> tuple[Path, Any]:
     """A checkpoint of a run on the tied model, and the trainer's logprobs then, [tokens]."""
-    role = start(base.name, **settings)
+    role = start(base.name, backend=backend, **settings)
     for seed in range(2):
         role.step(make_batch(8, seed), loss=NLL)
     overrides = [
         "algorithm=sft",
+        f"train={backend}",
         "data=jsonl",
         "data.path=rows.jsonl",
         "data.max_length=64",
@@ -134,3 +137,12 @@ def test_an_adapter_is_exported_alone_and_merged(start: Start, base: Path, tmp_p
     assert np.abs(_of(bare) - expected).max() > 1e-2
     assert np.abs(_of(PeftModel.from_pretrained(bare, tmp_path / "adapter")) - expected).max() < 1e-4
     assert (tmp_path / "adapter" / "README.md").exists()
+
+
+def test_the_backend_of_transformers_exports_by_the_same_command(start: Start, base: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    run_dir, expected = checkpoint(start, base, tmp_path / "run", backend="huggingface")
+    assert cli.dispatch(["export", str(run_dir), str(tmp_path / "out")]) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert np.abs(_of(model) - expected).max() < 1e-4
