@@ -247,7 +247,7 @@ async def test_code_of_the_user_reaches_a_node_that_lacks_its_folder(
         folder.rename(tmp_path / "hidden")
         return packed
 
-    monkeypatch.setattr("rolegraph.graph.pack", pack_and_hide)
+    monkeypatch.setattr("rolegraph.launch.pack", pack_and_hide)
     options = GraphOptions(exp_name="mine", python_path=(str(folder),))
     async with RoleGraph(placed, {"train": RoleSpec(mine)}, options) as graph:
         word, file = (await graph.handle("train", mine).word())[0]
