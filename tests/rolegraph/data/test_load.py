@@ -48,6 +48,17 @@ def test_prompts_in_tokens_and_columns_untouched(jsonl: Write, tiny_folder: str)
     assert (data.report.rows, data.report.kept) == (2, 2)
 
 
+def test_rows_are_known_by_all_they_hold_and_not_by_their_ids_alone(jsonl: Write, tiny_folder: str) -> None:
+    def content(**changes: Any) -> str:
+        row = {"id": "1", "prompt": "1 + 1 =", "solution": "2", "tags": ["x"], **changes}
+        return _load(jsonl(row), tiny_folder, id_column="id").report.content
+
+    assert content() == content() != ""
+    assert content(prompt="1 + 2 =") != content(), "as long as before"
+    assert content(solution="3") != content()
+    assert content(tags=["y"]) != content()
+
+
 def test_sft_responses_end_with_the_end_token(jsonl: Write, tiny_folder: str) -> None:
     turn = {"role": "assistant", "content": "12"}
     data = _load(
