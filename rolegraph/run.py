@@ -93,7 +93,11 @@ def main(config: RunConfig) -> None:
         try:
             asyncio.run(_run(config, run_dir))
         finally:
-            report = write_report(run_dir, f"{_exp_name(config)} in {run_dir.name}")
+            try:
+                report = write_report(run_dir, f"{_exp_name(config)} in {run_dir.name}")
+            except OSError as error:
+                report = run_dir / "metrics.jsonl"
+                _say(f"report.html was not written: {error.strerror}")
             if report is not None:
                 _say_where(run_dir)
 

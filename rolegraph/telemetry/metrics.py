@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rolegraph.results import replacing
+from rolegraph.telemetry.appending import Appender
 
 TIMING_PREFIXES = ("seconds/", "speed/", "memory/", "idle/", "time")
 """Keys that depend on the machine's mood; everything else is the same for two runs with one seed."""
@@ -32,66 +32,109 @@ def plain(value: object) -> Any:
 
 
 class MetricsLog:
-    """Appends steps to `metrics.jsonl`, flushed line by line so that a killed run keeps what it had."""
+    """Appends steps to `metrics.jsonl`, line by line so that a killed run keeps what it had.
 
-    def __init__(self, path: Path) -> None:
+    Lines that the disk does not take are kept, told of once, and written in their order as soon as it takes them.
+    Lines may be written and synced in different threads.
+    """
+
+    def __init__(self, path: Path, tell: Callable[[str], None] = lambda text: None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._path = path
-        earlier = read_metrics(path) if path.exists() else []
-        self.last_step: int = earlier[-1].get("step", 0) if earlier else 0
+        self._path, self._tell, self._has_told = path, tell, False
+        self._lock = threading.Lock()
+        self._waiting: list[str] = []
+        """Lines that are not in the file yet."""
+        self._file = Appender(path)
+        self.last_step: int = 0
         """The step of the last line, of an earlier part of the run or of this one; 0 where there is none."""
-        if path.exists():
-            _cut_torn_line(path)
-        self._file = path.open("a", encoding="utf-8")
+        self._cut(None)
 
     def write(self, step: int, metrics: Mapping[str, object]) -> None:
         """Add one step; keys are sorted so that two runs can be compared as text."""
         row = {"step": step} | {key: plain(metrics[key]) for key in sorted(metrics)}
-        self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        self._file.flush()
-        self.last_step = step
+        with self._lock:
+            self._waiting.append(json.dumps(row, ensure_ascii=False) + "\n")
+            fault = self._write_waiting()
+            self.last_step = step
+        if fault is not None and not self._has_told:
+            self._has_told = True
+            self._tell(
+                f"{self._path.name} cannot be written for now; its lines are kept until it can: {fault.strerror}"
+            )
+
+    def sync(self) -> None:
+        """Have every line on the disk, whatever happens to the machine. Raises OSError."""
+        with self._lock:
+            if (fault := self._write_waiting()) is not None:
+                raise fault
+            self._file.sync()
+
+    def _write_waiting(self) -> OSError | None:
+        while self._waiting:
+            if (fault := self._file.append(self._waiting[0])) is not None:
+                return fault
+            del self._waiting[0]
+        return None
 
     def go_back(self, step: int) -> None:
         """Take off the lines of later steps: they are taken again."""
-        self._file.close()
-        # Before the first step there may be a line as well: an evaluation, which a new beginning takes again.
-        lines = [row for row in read_metrics(self._path) if row.get("step", 0) <= step] if step else []
-        with replacing(self._path) as part, part.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in lines)
-        self.last_step = step
-        self._file = self._path.open("a", encoding="utf-8")
+        with self._lock:
+            self._waiting = [line for line in self._waiting if json.loads(line).get("step", 0) <= step] if step else []
+            # Before the first step there may be a line as well: an evaluation, which a new beginning takes again.
+            self._cut(step)
+            self.last_step = step
+
+    def _cut(self, step: int | None) -> None:
+        """Keep the whole lines up to this step, or all (null), none of which the next one would be glued to."""
+        end = 0
+        for line in self._path.read_bytes().splitlines(keepends=True):
+            row = _read(line)
+            if row is None or not line.endswith(b"\n") or (step is not None and row.get("step", 0) > step) or step == 0:
+                break
+            end += len(line)
+            self.last_step = row.get("step", 0)
+        self._file.cut(end)
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        yield from read_metrics(self._path)
+        yield from map(json.loads, self._waiting)
 
     def values(self, name: str, stage: str, last: int) -> list[float]:
         """One metric over the last so many steps of a stage, as far as it was logged."""
-        rows = [row for row in read_metrics(self._path) if row.get("stage") == stage][-last:]
+        rows = [row for row in self._rows() if row.get("stage") == stage][-last:]
         return [float(row[name]) for row in rows if row.get(name) is not None]
 
     def beginning(self, prefix: str) -> dict[int, Mapping[str, float | None]]:
         """The metrics whose names begin so, by step."""
         found: dict[int, Mapping[str, float | None]] = {}
-        for row in read_metrics(self._path):
+        for row in self._rows():
             if metrics := {name: value for name, value in row.items() if name.startswith(prefix)}:
                 found[row["step"]] = metrics
         return found
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file; says so where lines are lost."""
+        with self._lock:
+            fault = None if self._file.is_closed else self._write_waiting()
+            self._file.close()
+        if fault is not None:
+            self._tell(f"{self._path.name} lacks its last {len(self._waiting)} lines: {fault.strerror}")
 
 
-def _cut_torn_line(path: Path) -> None:
-    """Take off a last line without its end, which the next one would be glued to."""
-    text = path.read_bytes()
-    if not text.endswith(b"\n"):
-        os.truncate(path, text.rfind(b"\n") + 1)
+def _read(line: bytes | str) -> dict[str, Any] | None:
+    """The row of a line; null for a torn one."""
+    try:
+        row: dict[str, Any] = json.loads(line)
+    except ValueError:
+        return None
+    return row
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All complete lines of a `metrics.jsonl`; a torn last line is left out."""
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        if (row := _read(line)) is None:
             break
+        rows.append(row)
     return rows

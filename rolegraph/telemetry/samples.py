@@ -55,7 +55,11 @@ class SampleFiles:
 
 def _write(batch: Batch, path: str) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    batch.write_parquet(path)
+    try:
+        batch.write_parquet(path)
+    except OSError:
+        Path(path).unlink(missing_ok=True)  # no reader takes a part of one
+        raise
 
 
 def _write_task(payload: Payload, *objects: Any) -> str | None:

@@ -41,12 +41,12 @@ class Telemetry:
     ) -> None:
         self.run_dir = run_dir
         self._clock = clock
-        self._log = MetricsLog(run_dir / "metrics.jsonl")
-        self._trackers = open_trackers(loggers, run_dir, name, config or {})
         self.progress = Progress(roles)
+        self._log = MetricsLog(run_dir / "metrics.jsonl", self.event)
+        self._trackers = open_trackers(loggers, run_dir, name, config or {})
         self._samples_every, self._sampled = samples_every, 0
         self._files = SampleFiles(run_dir / "samples", use_ray=use_ray)
-        self.timeline = Timeline(run_dir / "timeline.json", clock)
+        self.timeline = Timeline(run_dir / "timeline.json", clock, self.event)
         """What each rank and the driver did when; the graph reports its calls here."""
         self._started = self._last_step = clock()
         self._first_stage: tuple[float, Mapping[str, float]] | None = None
@@ -92,6 +92,10 @@ class Telemetry:
     def last_step(self) -> int:
         """The last step that is in the log, counted over all stages."""
         return self._log.last_step
+
+    def sync_log(self) -> None:
+        """Have all lines of the log on the disk, from any thread. Raises OSError."""
+        self._log.sync()
 
     def state(self) -> dict[str, int]:
         """What `go_back` has to be told, beside the step, so that files of samples are those of a run in one go."""

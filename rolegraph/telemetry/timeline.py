@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rolegraph.telemetry.appending import Appender
+
 DRIVER = "driver"
 STEPS, PHASES = 0, 1
 """The driver's two tracks: finished steps, and the phases of the algorithm."""
@@ -52,11 +54,18 @@ class Timeline:
     >>> ended()                                                           # doctest: +SKIP
 
     A call lasts from the moment the driver sends it until its result is known there: time spent waiting for the actor
-    counts. Calls may begin and end in any thread.
+    counts. Calls may begin and end in any thread. A span that the disk does not take is left out,
+    and that is told once.
     """
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        path: Path,
+        clock: Callable[[], float] = time.monotonic,
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> None:
         self._clock = clock
+        self._tell: Callable[[str], None] | None = tell
         self._started = clock()
         self._lock = threading.Lock()
         self._processes: dict[str, int] = {}
@@ -66,10 +75,11 @@ class Timeline:
         self._step_started = self._started
         path.parent.mkdir(parents=True, exist_ok=True)
         _keep(path)
-        # A line is on the disk, as far as a killed process is concerned, when it is written.
-        self._file = path.open("w", encoding="utf-8", buffering=1)
-        self._file.write("[\n")
+        self._path = path
+        self._file = Appender(path)
         self._begun = False
+        self._owed: list[Mapping[str, Any]] = []
+        """Names of processes and threads that are not written yet; spans say nothing without them."""
         self._process(DRIVER)
 
     def place(self, ranks: Mapping[str, int]) -> None:
@@ -120,14 +130,14 @@ class Timeline:
     def close(self) -> None:
         """Write what has not ended, marked so, and end the file."""
         with self._lock:
-            if self._file.closed:
+            if self._file.is_closed:
                 return
             now = self._clock()
             for track in self._tracks.values():
                 for lane, span in track.open.items():
                     span["args"]["unfinished"] = True
                     self._write_span(track, lane, span, now)
-            self._file.write("\n]\n")
+            self._file.append("\n]\n" if self._begun else "[\n]\n")
             self._file.close()
 
     def _begin(self, process: str, number: int, track_name: str, name: str, args: dict[str, Any]) -> Callable[[], None]:
@@ -183,9 +193,18 @@ class Timeline:
         )
 
     def _write(self, event: Mapping[str, Any]) -> None:
-        if not self._file.closed:
-            self._file.write((",\n" if self._begun else "") + json.dumps(event, ensure_ascii=False))
-            self._begun = True
+        if self._file.is_closed:
+            return
+        events = [*self._owed, event]
+        text = ",\n".join(json.dumps(each, ensure_ascii=False) for each in events)
+        fault = self._file.append((",\n" if self._begun else "[\n") + text)
+        if fault is None:
+            self._begun, self._owed = True, []
+            return
+        self._owed += [event] if event["ph"] == "M" else []
+        tell, self._tell = self._tell, None
+        if tell is not None:
+            tell(f"{self._path.name} cannot be written for now, and lacks what ends meanwhile: {fault.strerror}")
 
 
 def _keep(path: Path) -> None:

@@ -103,6 +103,9 @@ class Telemetry:
     def state(self) -> dict[str, int]:
         return {}
 
+    def sync_log(self) -> None:
+        self.calls.append("sync log")
+
     def samples(self, step: int, batch: Batch) -> None:
         self.sampled.append((step, batch))
 

@@ -48,7 +48,7 @@ class LastingConfig:
     ranks: int = 1
     seconds: float = 0.0
     save_seconds: float = 0.05
-    """Until each of the files of a checkpoint is there."""
+    """Behind each of the files of a checkpoint."""
     save_bytes: int = 2000
     model: str | None = None
     seed: int | None = None
@@ -135,13 +135,14 @@ class LastingTrain(TrainRole):
     def _write(self, path: Path, state: str) -> None:
         try:
             for part in range(FILES):
-                time.sleep(self.config.save_seconds)
                 size = -(-len(state) // FILES)
                 filler = b"x" * self.config.save_bytes
                 with (path / f"part-{part}.txt").open("wb") as file:
                     file.write(filler + state[part * size : (part + 1) * size].encode())
+                time.sleep(self.config.save_seconds)
         except OSError as error:
             self.fault = os.strerror(error.errno or 0)
+            time.sleep(self.config.save_seconds)  # other ranks still write
 
     def is_saving(self) -> bool:
         return self.writing is not None and self.writing.is_alive()

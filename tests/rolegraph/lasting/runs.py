@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable
@@ -50,17 +51,17 @@ def rows(path: Path, count: int = 14) -> Path:
     return path
 
 
-def begin(folder: Path, *words: str) -> ForkServerProcess:
-    """A run in `folder`; what it says goes to a file beside that."""
-    process = _context.Process(target=_run, args=(str(said_by(folder)), [*words, f"output_dir={folder}"]))
+def begin(folder: Path, *words: str, file_bytes: int | None = None) -> ForkServerProcess:
+    """A run in `folder`, none of whose files may be larger; what it says goes to a file beside that."""
+    process = _context.Process(target=_run, args=(str(said_by(folder)), [*words, f"output_dir={folder}"], file_bytes))
     process.start()
     return process
 
 
-def finish(folder: Path, *words: str, timeout_s: float = 60.0) -> tuple[int, str]:
+def finish(folder: Path, *words: str, timeout_s: float = 60.0, file_bytes: int | None = None) -> tuple[int, str]:
     """The exit code of a run that is left alone, and what it said."""
     before = said_by(folder).stat().st_size if said_by(folder).exists() else 0
-    process = begin(folder, *words)
+    process = begin(folder, *words, file_bytes=file_bytes)
     process.join(timeout_s)
     assert process.exitcode is not None, said_by(folder).read_text()[-3000:]
     return process.exitcode, said_by(folder).read_bytes()[before:].decode()
@@ -89,7 +90,9 @@ def steps_of(folder: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def _run(output: str, words: list[str]) -> None:
+def _run(output: str, words: list[str], file_bytes: int | None) -> None:
+    if file_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     out = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)
