@@ -66,7 +66,7 @@ def start_of(config: RunConfig, run_dir: Path) -> Checkpoint | None:
     A run that began from another's checkpoint, and has none of its own yet, begins from that one once more.
     """
     newest, holds_run = folder.newest(run_dir), holds_metrics(run_dir)
-    origin = _origin(run_dir) if newest is None else None
+    origin = _origin(run_dir) if config.resume and newest is None else None
     if config.resume is True:
         if newest is None:
             where = "anew" if origin is None else f"from {origin} once more"

@@ -86,8 +86,10 @@ def wait_for(what: Callable[[], bool], process: ForkServerProcess, seconds: floa
 
 def steps_of(folder: Path) -> int:
     """Lines in the log."""
-    path = folder / "metrics.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else 0
+    try:
+        return (folder / "metrics.jsonl").read_bytes().count(b"\n")
+    except FileNotFoundError:  # a run that begins anew gives the old one another name
+        return 0
 
 
 def _run(output: str, words: list[str], file_bytes: int | None) -> None:
