@@ -179,8 +179,11 @@ async def run_to_the_end(ready: Ready, checkpoint: Checkpoint | None) -> None:
         hooks = ready.hooks.make()
         try:
             return await run_algorithm(ready, checkpoint, hooks)
-        except RoleGraphError:
-            if ready.config.checkpoint.every is None or (death := await trainer.has_died()) is None:
+        except Exception as error:
+            is_death = isinstance(error, RoleGraphError) and ready.config.checkpoint.every is not None
+            if not is_death or (death := await trainer.has_died()) is None:
+                for hook in hooks:
+                    await hook.broken_off()  # while the trainer can still write
                 raise
             await trainer.end(hooks)
             checkpoint = newest(ready.telemetry.run_dir) or begun_from

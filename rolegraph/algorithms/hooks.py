@@ -53,7 +53,7 @@ class Hook:
         """The last step of the run was taken, and all actors are still there."""
 
     async def broken_off(self) -> None:
-        """The run has lost its trainer, and goes on with new hooks: end what is under way."""
+        """The run ends by an error, or has lost its trainer and goes on with new hooks: end what is under way."""
 
     def state(self) -> Mapping[str, Any]:
         """What it needs to go on from a checkpoint, as JSON has it; kept under its class's name."""

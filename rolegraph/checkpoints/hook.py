@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import difflib
 import json
 import math
 import shutil
@@ -27,6 +28,8 @@ from rolegraph.results import replacing
 
 POLL_S = 0.1
 """Between two questions whether the train role still writes."""
+FINISH_S = 600.0
+"""Longest wait for a checkpoint that is being written when the run ends by an error."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +77,17 @@ class Checkpointer(Hook):
         self.saved: int | None = None
         """The step of the newest checkpoint that was begun and did not fail."""
         self._writing: asyncio.Task[None] | None = None
+        self._is_ending = False
+        self._has_looked = False
+        """Whether it was told of a `metric` that no step has had."""
 
     async def begun(self, algorithm: Algorithm, step: Step) -> None:
         """From here on a signal asks for a checkpoint instead of ending the run at once."""
         await self.settled()
         await asyncio.to_thread(folder.remove_partial, self.run_dir)
+        there = await asyncio.to_thread(folder.listed, self.run_dir)
+        if self.saved is None and algorithm.job.telemetry.last_step in [each.step for each in there]:
+            self.saved = algorithm.job.telemetry.last_step  # the run goes on from it, and need not write it again
         self.stop.listen(algorithm.job.telemetry.event)
 
     async def logged(self, algorithm: Algorithm, step: Step) -> None:
@@ -88,6 +97,7 @@ class Checkpointer(Hook):
         self.measured.update(dict.fromkeys(step.metrics, number))
         asked = self.stop.asked
         if asked or number % cast(int, self.config.every) == 0:
+            self._is_ending = asked
             await self.save(algorithm)
         if asked:
             await self.settled()
@@ -95,14 +105,19 @@ class Checkpointer(Hook):
 
     async def ended(self, algorithm: Algorithm) -> None:
         """Save the last step, and wait until it is on the disk."""
+        self._is_ending = True
         if self.saved != algorithm.job.telemetry.last_step:
             await self.save(algorithm)
         await self.settled()
         self.stop.restore()
 
     async def broken_off(self) -> None:
-        """Wait for what is being written: without a trainer it fails, and is removed."""
-        await self.settled()
+        """Wait for what is being written, a while: without a trainer it fails, and is removed."""
+        self._is_ending = True
+        if self._writing is not None:
+            await asyncio.wait([self._writing], timeout=FINISH_S)
+            self._writing.cancel()
+            self._writing = None
 
     def state(self) -> Mapping[str, Any]:
         """The metrics, for `keep_best` looks at older ones too."""
@@ -116,6 +131,7 @@ class Checkpointer(Hook):
         """Begin a checkpoint of now, once the one before it is written; returns when training may go on."""
         await self.settled()
         content = self._content(algorithm)
+        self._look_for_metric(algorithm)
         path = folder.folder_of(self.run_dir, content.step)
         try:
             await asyncio.to_thread(folder.begin, self.run_dir, content.step)
@@ -132,9 +148,33 @@ class Checkpointer(Hook):
         self._writing = asyncio.create_task(self._write(algorithm, path, content), name=f"checkpoint {content.step}")
 
     async def _export(self, algorithm: Algorithm, path: Path, content: Content) -> None:
-        await _train(algorithm).export_hf(str(path))
+        """Beside what resuming needs, which is whole without it. Raises RoleError where a rank has died."""
+        of, tell = f"of the checkpoint of step {content.step}", algorithm.job.telemetry.event
+        try:
+            await _train(algorithm).export_hf(str(path))
+        except RoleError as error:
+            if not error.remote_traceback:
+                raise
+            await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
+            tell(f"the Hugging Face folder {of} was not written, and the checkpoint has none: {error.message}")
+            return
         config, step, metrics = algorithm.job.config, content.step, content.metrics
-        await asyncio.to_thread(write_card, path, config, step=step, metrics=metrics)
+        try:
+            await asyncio.to_thread(write_card, path, config, step=step, metrics=metrics)
+        except Exception as error:
+            tell(f"the model card {of} was not written: {type(error).__name__}: {error}")
+
+    def _look_for_metric(self, algorithm: Algorithm) -> None:
+        """Say once, at the first checkpoint, that no step has had `metric`."""
+        name, looked = self.config.metric, self._has_looked
+        self._has_looked = True
+        if looked or name is None or name in self.metrics:
+            return
+        near = difflib.get_close_matches(name, sorted(self.metrics), n=3, cutoff=0.5)
+        there = f"; close to it are {', '.join(near)}" if near else f"; there are {', '.join(sorted(self.metrics))}"
+        algorithm.job.telemetry.event(
+            f"checkpoint.metric={name}: no step so far has it, and no checkpoint is kept for it until one does{there}"
+        )
 
     async def settled(self) -> None:
         """Wait for the checkpoint that is being written."""
@@ -165,6 +205,7 @@ class Checkpointer(Hook):
         train = _train(algorithm)
         try:
             await asyncio.to_thread(self._write_small, path, content.driver)
+            await asyncio.to_thread(algorithm.job.telemetry.sync_log)  # else a power cut leaves it behind
             await write_rows(content.rows, path / "rows", use_ray=self.use_ray)
             await _written(train)
             await train.finish_save()
@@ -188,15 +229,15 @@ class Checkpointer(Hook):
     async def _failed(self, algorithm: Algorithm, path: Path, step: int, error: Exception) -> None:
         """Remove what there is of it, and say so."""
         with contextlib.suppress(RoleError):  # else the next save would find one that goes on
+            await _written(_train(algorithm))  # for `finish_save` keeps steps waiting while there is something to write
             await _train(algorithm).finish_save()
         await asyncio.to_thread(folder.remove, path)
         self.saved = None if self.saved == step else self.saved
         cause = error.message if isinstance(error, RoleError) else f"{type(error).__name__}: {error}"
         left = next(reversed(folder.listed(self.run_dir)), None)
         kept = f"the one of step {left.step} stays the newest" if left is not None else "there is no older one"
-        algorithm.job.telemetry.event(
-            f"the checkpoint of step {step} was not written, and the run goes on; {kept}: {cause}"
-        )
+        goes_on = "" if self._is_ending else ", and the run goes on"
+        algorithm.job.telemetry.event(f"the checkpoint of step {step} was not written{goes_on}; {kept}: {cause}")
 
 
 def _train(algorithm: Algorithm) -> TrainRole:

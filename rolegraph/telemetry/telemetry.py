@@ -103,6 +103,8 @@ class Telemetry:
 
     def go_back(self, step: int, state: Mapping[str, int] = MappingProxyType({})) -> None:
         """Forget what was logged behind a step of the run: it goes on there, with the next call of `stage`."""
+        if 0 < (last := self._log.last_step) < step:
+            self.event(f"metrics.jsonl ends with step {last}: the lines up to step {step} are lost")
         self._log.go_back(step)
         self._total, self._resumed = step, dict(state)
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import resource
 import signal
-import subprocess
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -23,7 +20,8 @@ from rolegraph.checkpoints import folder
 from rolegraph.checkpoints.config import CheckpointConfig
 from rolegraph.checkpoints.hook import Checkpointer
 from rolegraph.checkpoints.state import read_rows, write_rows
-from rolegraph.errors import RoleError, StoppedError
+from rolegraph.errors import BadStepsError, RoleError, StoppedError
+from tests.disks import small_disk
 from tests.rolegraph.algorithms.fakes import Train, World
 
 Fails = Callable[[int], Exception | None]
@@ -172,8 +170,124 @@ async def test_what_is_measured_now_and_then_is_known_by_its_step(tmp_path: Path
 async def test_an_export_is_made_in_the_same_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rolegraph.checkpoints.hook.write_card", lambda path, *_, **__: path.touch())
     world = await run(world_of(tmp_path, steps=2, export_hf=True))
-    assert world.calls[-3:] == ["save", "export hf", "written"]
+    assert world.calls[-4:] == ["save", "export hf", "sync log", "written"]
     assert (folder.listed(tmp_path)[0].hf / "config.json").exists()
+
+
+async def test_an_export_that_fails_leaves_a_checkpoint_without_one(tmp_path: Path) -> None:
+    world = world_of(tmp_path, steps=2, export_hf=True)
+
+    async def export_hf(path: str, *, adapter: bool = False) -> list[None]:
+        _export(Path(path))
+        raise in_actor("KeyError: no name for this weight")
+
+    world.train.export_hf = export_hf  # type: ignore[method-assign]
+    await run(world)
+    (left,) = folder.listed(tmp_path)
+    assert (left.step, left.hf.exists(), left.verify()) == (2, False, [])
+    assert world.telemetry.events == [
+        "the Hugging Face folder of the checkpoint of step 2 was not written, and the checkpoint has none: "
+        "KeyError: no name for this weight"
+    ]
+
+
+async def test_a_model_card_that_fails_leaves_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_card(*_: Any, **__: Any) -> None:
+        raise KeyError("license")
+
+    monkeypatch.setattr("rolegraph.checkpoints.hook.write_card", write_card)
+    world = await run(world_of(tmp_path, steps=2, export_hf=True))
+    (left,) = folder.listed(tmp_path)
+    assert (left.hf / "config.json").exists()
+    assert world.telemetry.events == ["the model card of the checkpoint of step 2 was not written: KeyError: 'license'"]
+
+
+async def test_a_metric_that_no_step_has_is_told_once(tmp_path: Path) -> None:
+    world = await run(world_of(tmp_path, keep_best=1, metric="los"))
+    (said,) = world.telemetry.events
+    assert said.startswith("checkpoint.metric=los: no step so far has it, and no checkpoint is kept for it")
+    assert said.endswith("close to it are loss")
+
+
+async def test_the_checkpoint_that_a_run_goes_on_from_is_not_written_again(tmp_path: Path) -> None:
+    world = await run(world_of(tmp_path, steps=2))
+    before = (folder.folder_of(tmp_path, 2) / folder.MARKER).stat()
+    with_checkpoints(world, tmp_path, every=2)  # as behind the death of a trainer in the last step
+    (hook,) = world.algorithm.job.hooks
+    await hook.begun(world.algorithm, world.algorithm.at)
+    await hook.ended(world.algorithm)
+    assert "save" not in world.calls[world.calls.index("written") + 1 :]
+    assert (folder.folder_of(tmp_path, 2) / folder.MARKER).stat() == before
+
+
+async def test_what_is_being_written_when_an_error_ends_the_run_is_finished(tmp_path: Path) -> None:
+    world = world_of(tmp_path, every=2)
+    world.train.slow = 3  # type: ignore[attr-defined]
+    step = world.train.step
+
+    async def fails(*args: Any, **kwargs: Any) -> Any:
+        if len(world.train.steps) == 2:
+            raise BadStepsError("no finite loss")
+        return await step(*args, **kwargs)
+
+    world.train.step = fails  # type: ignore[method-assign]
+    with pytest.raises(BadStepsError):
+        await run(world)
+    assert steps(tmp_path) == []
+    for hook in world.algorithm.job.hooks:
+        await hook.broken_off()
+    assert steps(tmp_path) == [2]
+
+
+async def test_a_write_that_does_not_end_keeps_no_failed_run_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rolegraph.checkpoints.hook.FINISH_S", 0.05)
+    world = world_of(tmp_path, every=2)
+    world.train.slow = 10**9  # type: ignore[attr-defined]
+    (hook,) = world.algorithm.job.hooks
+    await hook.save(world.algorithm)  # type: ignore[attr-defined]
+    async with asyncio.timeout(5):
+        await hook.broken_off()
+    assert steps(tmp_path) == []
+
+
+async def test_steps_do_not_wait_for_the_writes_of_a_checkpoint_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def no_rows(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("rolegraph.checkpoints.hook.write_rows", no_rows)
+    monkeypatch.setattr("rolegraph.checkpoints.hook.POLL_S", 0.0)
+    world = world_of(tmp_path, steps=4, every=4)
+    world.train.slow = 5  # type: ignore[attr-defined]
+    await run(world)
+    assert world.train.asked > 5, "asked until nothing is written, before it is finished"  # type: ignore[attr-defined]
+    (said,) = world.telemetry.events
+    assert said == (
+        "the checkpoint of step 4 was not written; there is no older one: OSError: [Errno 28] No space left on device"
+    )
+
+
+async def test_a_checkpoint_that_fails_at_the_end_says_nothing_of_going_on(tmp_path: Path) -> None:
+    world = world_of(tmp_path, steps=3, every=2)
+    world.train.fails = lambda save: in_actor("no space left") if save == 2 else None  # type: ignore[attr-defined]
+    await run(world)
+    assert world.telemetry.events == [
+        "the checkpoint of step 3 was not written; the one of step 2 stays the newest: no space left"
+    ]
+
+
+async def test_the_log_is_on_the_disk_before_a_checkpoint_counts(tmp_path: Path) -> None:
+    world = world_of(tmp_path, steps=2)
+
+    def full() -> None:
+        raise OSError(28, "No space left on device")
+
+    world.telemetry.sync_log = full  # type: ignore[method-assign]
+    await run(world)
+    assert steps(tmp_path) == []
 
 
 @pytest.mark.parametrize("when", ["fails", "fails_late"])
@@ -198,30 +312,8 @@ async def test_a_trainer_that_has_died_ends_the_run(tmp_path: Path) -> None:
         await run(world)
 
 
-@contextmanager
-def small_disk(path: Path, ballast: int) -> Iterator[None]:
-    """While the block runs, `path` takes less than 200 kB more; a file-size limit where mounting is not allowed."""
-    path.mkdir(parents=True)
-    mounted = not subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)], capture_output=True, check=False
-    ).returncode
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    if not mounted:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
-    try:
-        if mounted:
-            (path / "ballast").write_bytes(b"x" * ballast)
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
-        if mounted:
-            subprocess.run(["umount", "-l", str(path)], check=True)
-
-
 async def test_a_full_disk_fails_that_save_and_no_older_one(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "run", ballast=800_000):
+    with small_disk(tmp_path / "run", free=200_000):
         world = world_of(tmp_path / "run", every=1, steps=4, keep_last=None)
         world.train.sizes = {2: 300_000, 3: 300_000}  # type: ignore[attr-defined]
         await run(world)
@@ -235,7 +327,7 @@ async def test_a_full_disk_fails_that_save_and_no_older_one(tmp_path: Path) -> N
 
 
 async def test_the_drivers_own_files_fail_as_well(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "run", ballast=800_000):
+    with small_disk(tmp_path / "run", free=200_000):
         world = World(SFT, SFTConfig(global_batch_size=4), max_steps=2)
         world = with_checkpoints(world, tmp_path / "run", every=1)
         state = world.algorithm.state()
@@ -243,7 +335,9 @@ async def test_the_drivers_own_files_fail_as_well(tmp_path: Path) -> None:
         world.algorithm.state = lambda: type(state)({}, {} if len(world.train.steps) == 1 else {"rows": large})
         await run(world)
         assert steps(tmp_path / "run") == [1]
-        assert world.telemetry.events[-1].startswith("the checkpoint of step 2 was not written, and the run goes on")
+        assert world.telemetry.events[-1].startswith(
+            "the checkpoint of step 2 was not written; the one of step 1 stays"
+        )
 
 
 async def test_what_an_earlier_process_left_half_written_goes(tmp_path: Path) -> None:

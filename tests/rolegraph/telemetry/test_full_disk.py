@@ -74,6 +74,18 @@ def test_going_back_drops_waiting_lines_too(tmp_path: Path, monkeypatch: pytest.
     assert rows == [{"step": 1}, {"step": 2}, {"step": 3, "again": 1.0}]
 
 
+def test_lines_that_a_power_cut_has_taken_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.write(2, {})
+    log.close()
+    telemetry, said = Telemetry(tmp_path), []
+    monkeypatch.setattr(telemetry.progress, "say", said.append)
+    telemetry.go_back(2)
+    assert said == []
+    telemetry.go_back(4)
+    assert said == ["metrics.jsonl ends with step 2: the lines up to step 4 are lost"]
+
+
 def test_spans_are_left_out_and_names_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     timeline = Timeline(tmp_path / "timeline.json", tell=told.append)
