@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
 from rolegraph.algorithms.hooks import Hook
@@ -16,10 +16,44 @@ from rolegraph.graph import RoleGraph
 from rolegraph.group import RoleGroup
 from rolegraph.health import Health, State
 from rolegraph.recovery import ANSWER_S, reason
+from rolegraph.role import Role
 from rolegraph.turns import TurnTaker
 
 IDLE_S = 30.0
 """How long the other roles may take to end what they still do for the algorithm that failed."""
+
+STRAGGLE_S = 60.0
+"""How long ranks may take to leave a call that has failed on another."""
+LOOK_EVERY_S = 0.2
+
+
+async def end_stragglers(handle: Role, calls: Collection[str], tell: Callable[[str], None]) -> bool:
+    """Kill the ranks that stay in one of these collective calls, which has failed on another; whether there were some.
+
+    They wait for a rank that has left, and whatever is asked of them waits behind it. The next call finds them dead.
+    """
+    group = handle.__dict__.get("_calls")
+    if not isinstance(group, RoleGroup) or group.world_size == 1:
+        return False
+    late, until = list(group.members), time.monotonic() + STRAGGLE_S
+    while late and time.monotonic() < until:
+        living = [member for member in group.members if member.alive]
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                found = await group.metrics()
+        except RoleError:
+            return False  # one has died, and the next call finds that out
+        except TimeoutError:
+            continue
+        late = [member for member, one in zip(living, found, strict=True) if set(calls) & set(one.get("busy", ()))]
+        if late:
+            await asyncio.sleep(LOOK_EVERY_S)
+    for member in late:
+        member.kill()
+    if late:
+        ranks = ", ".join(str(member.context.rank) for member in late)
+        tell(f"{group.role}: ranks {ranks} still wait for one that has failed, and are ended")
+    return bool(late)
 
 
 class TrainGroup:

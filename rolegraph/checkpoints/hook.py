@@ -24,10 +24,13 @@ from rolegraph.checkpoints.state import write_rows
 from rolegraph.checkpoints.stopping import StopRequest
 from rolegraph.errors import RoleError
 from rolegraph.interfaces import TrainRole
+from rolegraph.rebuild import end_stragglers
 from rolegraph.results import replacing
 
 POLL_S = 0.1
 """Between two questions whether the train role still writes."""
+COLLECTIVE = ("save", "finish_save", "export_hf")
+"""Calls in which ranks wait for each other."""
 FINISH_S = 600.0
 """Longest wait for a checkpoint that is being written when the run ends by an error."""
 
@@ -155,6 +158,7 @@ class Checkpointer(Hook):
         except RoleError as error:
             if not error.remote_traceback:
                 raise
+            await end_stragglers(_train(algorithm), COLLECTIVE, tell)
             await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
             tell(f"the Hugging Face folder {of} was not written, and the checkpoint has none: {error.message}")
             return
@@ -228,16 +232,18 @@ class Checkpointer(Hook):
 
     async def _failed(self, algorithm: Algorithm, path: Path, step: int, error: Exception) -> None:
         """Remove what there is of it, and say so."""
+        train, tell = _train(algorithm), algorithm.job.telemetry.event
         with contextlib.suppress(RoleError):  # else the next save would find one that goes on
-            await _written(_train(algorithm))  # for `finish_save` keeps steps waiting while there is something to write
-            await _train(algorithm).finish_save()
+            await end_stragglers(train, COLLECTIVE, tell)
+            await _written(train)  # for `finish_save` keeps steps waiting while there is something to write
+            await train.finish_save()
         await asyncio.to_thread(folder.remove, path)
         self.saved = None if self.saved == step else self.saved
         cause = error.message if isinstance(error, RoleError) else f"{type(error).__name__}: {error}"
         left = next(reversed(folder.listed(self.run_dir)), None)
         kept = f"the one of step {left.step} stays the newest" if left is not None else "there is no older one"
         goes_on = "" if self._is_ending else ", and the run goes on"
-        algorithm.job.telemetry.event(f"the checkpoint of step {step} was not written{goes_on}; {kept}: {cause}")
+        tell(f"the checkpoint of step {step} was not written{goes_on}; {kept}: {cause}")
 
 
 def _train(algorithm: Algorithm) -> TrainRole:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from roles.train import optimizer_state, shim
 from roles.train.adapter import tensor_name
-from roles.train.checkpoint_folder import INCIDENTAL, broken, differences, told_apart
+from roles.train.checkpoint_folder import INCIDENTAL, broken, common_of, differences, told_apart
 from roles.train.model import Policy, load_weights
 from roles.train.saving import Saving, agree
 from roles.train.trainer import Trainer
@@ -160,8 +160,8 @@ class Checkpoint:
         common: dict[str, Any] = {}
         fault = broken(folder, "metadata.json", COMMON)
         if not fault:
-            saved = torch.load(folder / COMMON, map_location="cpu", weights_only=True)
-            common = saved.get("rolegraph", {})
+            common, fault = common_of(folder / COMMON)
+        if not fault:
             if common.get("format") != FORMAT:
                 fault = f"it has format {common.get('format')}, and this version of rolegraph reads {FORMAT}"
             else:

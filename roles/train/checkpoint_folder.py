@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -31,6 +32,15 @@ def broken(folder: Path, *files: str) -> str:
             have = "is missing" if size is None else f"has {size} bytes"
             return f"it is not whole: {name} {have}, of {end}"
     return ""
+
+
+def common_of(path: Path) -> tuple[dict[str, Any], str]:
+    """What all ranks agreed on, from its file; or why that cannot be read, which no rank may keep from the others."""
+    try:
+        found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True).get("rolegraph", {})
+    except Exception as error:  # whatever pickle makes of it
+        return {}, f"it is not whole: {path.name} cannot be read ({type(error).__name__}: {error})"
+    return found, ""
 
 
 def differences(folder: Path, wanted: Iterable[tuple[str, tuple[int, ...], bool]]) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from roles.train.checkpoint_folder import INCIDENTAL, broken, differences, told_apart
+from roles.train.checkpoint_folder import INCIDENTAL, broken, common_of, differences, told_apart
 from roles.train.huggingface_model import HFPolicy, like
 from roles.train.saving import Saving, agree
 from roles.train.trainer import Trainer
@@ -121,7 +121,8 @@ class HFCheckpoint:
         common: dict[str, Any] = {}
         fault = broken(folder, COMMON)
         if not fault:
-            common = torch.load(folder / COMMON, map_location="cpu", weights_only=True).get("rolegraph", {})
+            common, fault = common_of(folder / COMMON)
+        if not fault:
             mine = _identity(self._policy)
             if weights_only:
                 del mine["dtype"]

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 import rolegraph.health
+import rolegraph.rebuild
 from rolegraph.algorithms.hooks import Hook
 from rolegraph.batch import Batch
 from rolegraph.errors import RoleError
 from rolegraph.health import State
 from rolegraph.interfaces import RolloutRole, SamplingParams, TrainRole
-from rolegraph.rebuild import TrainGroup
+from rolegraph.rebuild import TrainGroup, end_stragglers
 from rolegraph.role import Mesh
 from rolegraph.turns import TurnTaker
 from tests.rolegraph.fakes import batch_of
@@ -151,3 +152,37 @@ async def test_where_no_start_succeeds_its_error_ends_the_run() -> None:
     await world.train.end([])
     with pytest.raises(RoleError, match="no memory"):
         await world.train.restart()
+
+
+class Apart(TrainRole):
+    """Rank 0 fails in a save that the others stay in for a while."""
+
+    member: Any
+    colony: Colony
+    stays_s = 0.0
+
+    def setup(self) -> None:
+        self.busy: dict[str, float] = {}
+
+    def save(self, path: str) -> None:
+        if self.context.rank == 0:
+            raise MemoryError
+        self.busy = {"save": 0.0}
+        self.member.metrics = lambda: self.member._run(lambda: {"busy": self.busy})
+        time.sleep(type(self).stays_s)
+        self.busy = {}
+
+
+@pytest.mark.parametrize(("stays_s", "ended"), [(1.0, True), (0.1, False)])
+async def test_ranks_that_wait_for_one_that_has_failed_are_ended(
+    stays_s: float, ended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rolegraph.rebuild, "STRAGGLE_S", 0.5)
+    monkeypatch.setattr(rolegraph.rebuild, "LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(Apart, "stays_s", stays_s)
+    colony, told = Colony(Apart, mesh=Mesh(dp=2)), list[str]()
+    with pytest.raises(RoleError, match="MemoryError"):
+        await colony.group.handle.save("there")
+    assert await end_stragglers(colony.group.handle, ["save"], told.append) is ended
+    assert [member.alive for member in colony.group.members] == [True, not ended]
+    assert told == (["fake: ranks 1 still wait for one that has failed, and are ended"] if ended else [])

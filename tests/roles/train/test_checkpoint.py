@@ -144,6 +144,9 @@ def test_a_file_that_was_cut_is_refused(saved: tuple[Any, Path]) -> None:
 
 def test_metadata_that_is_rubbish_is_refused(saved: tuple[Any, Path]) -> None:
     role, folder = saved
+    (folder / "common.pt").write_bytes(b"\x80rubbish")
+    with pytest.raises(CheckpointError, match=r"not whole: common\.pt cannot be read"):
+        role.load(str(folder))
     (folder / ".metadata").write_bytes(b"\x80rubbish")
     with pytest.raises(CheckpointError, match=r"not whole: \.metadata cannot be read"):
         role.load(str(folder))
