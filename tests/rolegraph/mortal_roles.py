@@ -26,6 +26,8 @@ class MortalConfig(LastingConfig):
     """`dies`: at which of its calls a rank dies, the first time; null: never."""
 
     dies: int | None = None
+    fails_save: int | None = None
+    """The step whose save fails on rank 0, the first time, while the others hang in it."""
 
 
 class Mortal(Role):
@@ -69,6 +71,13 @@ class MortalTrain(Mortal, LastingTrain):
 
     @endpoint()
     def save(self, path: str) -> None:
+        failed = Path(self.context.run_dir, "failed-save")
+        if Path(path).parent.name == f"step-{self.config.fails_save}" and not failed.exists():
+            if self.context.rank:
+                time.sleep(600)
+            time.sleep(0.2)
+            failed.touch()
+            raise MemoryError("no host memory for a copy")
         if self.context.rank == 0:
             LastingTrain.save(self, path)
 

@@ -65,6 +65,21 @@ def test_every_kind_of_actor_dies_and_the_numbers_are_those_of_a_run_where_none_
     assert read_metrics(tmp_path / "whole" / "metrics.jsonl")[-1]["step"] == 3 + STEPS
 
 
+def test_a_rank_that_fails_in_a_save_leaves_no_other_waiting(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rolegraph.rebuild.STRAGGLE_S", 1.0)
+    common = ("--config-dir", str(configs(tmp_path / "conf")), f"data.path={rows(tmp_path / 'rows.jsonl')}")
+    words = ("train.ranks=2", "checkpoint.every=2", "train.fails_save=4", "max_steps=4", "ray_exp_name=apart")
+    assert run(tmp_path / "apart", *common, *words) == 0, capfd.readouterr().err[-4000:]
+    said = " ".join(capfd.readouterr().err.split())
+    assert "train: ranks 1 still wait for one that has failed, and are ended" in said
+    assert "the checkpoint of step 4 was not written" in said
+    assert "no host memory for a copy" in said
+    assert "the train group is started again (restart 1 of 3), and goes on behind step 2" in said
+    assert [line["step"] for line in figures(tmp_path / "apart")] == list(range(1, 8))
+
+
 def test_without_checkpoints_the_death_of_a_rank_ends_the_run_with_its_error(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import rolegraph.health
 import rolegraph.rebuild
+import rolegraph.run
 from rolegraph.algorithms.hooks import Hook
 from rolegraph.batch import Batch
-from rolegraph.errors import RoleError
+from rolegraph.errors import BadStepsError, RoleError
 from rolegraph.health import State
 from rolegraph.interfaces import RolloutRole, SamplingParams, TrainRole
 from rolegraph.rebuild import TrainGroup, end_stragglers
@@ -186,3 +188,20 @@ async def test_ranks_that_wait_for_one_that_has_failed_are_ended(
     assert await end_stragglers(colony.group.handle, ["save"], told.append) is ended
     assert [member.alive for member in colony.group.members] == [True, not ended]
     assert told == (["fake: ranks 1 still wait for one that has failed, and are ended"] if ended else [])
+
+
+@pytest.mark.parametrize("error", [BadStepsError("no finite loss"), OSError(28, "No space left on device")])
+async def test_an_error_that_ends_a_run_whose_trainer_lives_lets_hooks_finish(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(rolegraph.run, "run_algorithm", fails)
+    hook, care = Ending(), SimpleNamespace(max_restarts=1)
+    ready: Any = SimpleNamespace(graph=SimpleNamespace(groups={}), turns=TurnTaker(), care=care)
+    ready.hooks, ready.config = SimpleNamespace(make=lambda: (hook,)), SimpleNamespace()
+    ready.config.checkpoint = SimpleNamespace(every=2)
+    with pytest.raises(type(error)):
+        await rolegraph.run.run_to_the_end(ready, None)
+    assert hook.was_broken_off
