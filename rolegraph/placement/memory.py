@@ -30,10 +30,11 @@ into its last matrix. It is the counting of Korthikanti et al. 2022 (arXiv 2205.
 the layer whose gradient is being computed. The last stage keeps at most `budget` bytes of softmax, the rest comes anew.
 With full recomputation A shrinks to h / s for all but one layer. A forward pass alone keeps nothing: 2 A for L A.
 
-Where ranks share all state (FSDP2, train=huggingface), each of d holds 4 P / d of weights, whatever w is, of the
-reference and of the average, 8 P / d of moments, and 4 P of gradients, P being all parameters: / d where a step has one
-micro-batch, or each is reduced at once. While it computes it also has, in w, two gathered layers and what is outside of
-the layers; a layer of transformers keeps 4 h + n + 2 q + 2 k + f more than A, as its operators are not fused.
+Where ranks share all state (FSDP2, train=huggingface), each of d holds 4 P / d of weights, whatever w is (but those
+beside adapters are in w, and none of experts is adapted), of the reference and of the average, 8 P / d of moments, and
+4 P of gradients, P being all parameters: / d where a step has one micro-batch, or each is reduced at once. While it
+computes it also has, in w, two gathered layers and what is outside of the layers; a layer of transformers keeps
+4 h + n + 2 q + 2 k + f more than A, as its operators are not fused.
 
 An engine's rank holds its weights (matrices and experts / t), a KV cache of 2 w layers max(k / t, one head) a token,
 and room for a step's widest layer and for the logits of all samples, w B (4 h + (2 q + 2 k + 3 f) / t) + 8 N V, for B
@@ -102,7 +103,7 @@ class Trainer:
             "v_proj": model.kv_size,
             "o_proj": model.query_size,
         }
-        targets = (*widths, "gate_proj", "up_proj", "down_proj")
+        targets: tuple[str, ...] = (*widths, *(() if model.num_experts else ("gate_proj", "up_proj", "down_proj")))
         if "all-linear" not in self.adapter_targets:
             targets = self.adapter_targets
         # Each has one side of the hidden size, which every rank has, and another that they share.
@@ -195,9 +196,10 @@ class Sharded(Trainer):
     def state(self, stage: int) -> dict[str, int]:
         """What a rank holds between two steps."""
         ranks, count = self.data, self.adapter_parameters() or self.model.parameters
-        whole = self.model.parameters + self.adapter_parameters()
+        frozen = self.width if self.adapter_rank else FULL_PRECISION
+        whole = frozen * self.model.parameters + FULL_PRECISION * self.adapter_parameters()
         found = {
-            "weights": 4 * whole // ranks,
+            "weights": whole // ranks,
             "gradients": 4 * count // (ranks if self.reduces_each or self.micro_batches <= 1 else 1),
             "optimizer": 8 * count // ranks,
         }

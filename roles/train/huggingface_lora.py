@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,8 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from rolegraph.errors import ConfigError
 from rolegraph.values import AdapterInfo, TensorInfo
@@ -18,6 +20,8 @@ from roles.train.adapter import Side, first_a, tensor_name
 
 if TYPE_CHECKING:
     from roles.train.huggingface_model import HFPolicy
+
+_log = logging.getLogger(__name__)
 
 NAME = "default"
 """Of the one adapter, among those that PEFT could keep beside each other."""
@@ -27,9 +31,10 @@ SIDES: tuple[Side, Side] = ("A", "B")
 def adapt(model: Any, asked: AdapterInfo, seed: int) -> AdapterInfo:
     """Put an adapter beside each module that is asked for; only adapters are trained. Returns what there is now.
 
-    Raises ConfigError for modules that the model has not, or that are no linear layers.
+    Raises ConfigError for modules that the model has not, that are no linear layers, or that are its head.
     """
-    targets: str | list[str] = "all-linear" if asked.targets == ("all-linear",) else list(asked.targets)
+    is_all = asked.targets == ("all-linear",)
+    targets = all_linear(model) if is_all else list(asked.targets)
     config = LoraConfig(
         r=asked.rank,
         lora_alpha=asked.alpha,  # type: ignore[arg-type] # PEFT divides it, whatever number it is
@@ -39,22 +44,46 @@ def adapt(model: Any, asked: AdapterInfo, seed: int) -> AdapterInfo:
     try:
         inject_adapter_in_model(config, model, adapter_name=NAME)
     except ValueError as error:
-        raise ConfigError(f"train.lora_targets={targets} does not fit {type(model).__name__}: {error}") from error
+        given = "all-linear" if is_all else targets
+        raise ConfigError(f"train.lora_targets={given} does not fit {type(model).__name__}: {error}") from error
     found = dict(layers(model))
-    if isinstance(targets, list) and (missing := [name for name in targets if name not in _last_parts(found)]):
-        raise ConfigError(f"train.lora_targets names {', '.join(missing)}, which {type(model).__name__} does not have")
     for name, layer in found.items():
+        if layer is model.get_output_embeddings():
+            raise ConfigError(
+                f"train.lora_targets: {name} makes the logits, and adapters here are for the layers before it: leave "
+                "it out"
+            )
         if not isinstance(layer, LoraLinear):
             raise ConfigError(
                 f"train.lora_targets: {name} is {type(layer.get_base_layer()).__name__}, and adapters here are for "
-                "linear layers: leave it out"
+                "linear layers: leave it out, and the names of what it holds"
             )
+    if not is_all and (missing := [name for name in targets if name not in _last_parts(found)]):
+        raise ConfigError(f"train.lora_targets names {', '.join(missing)}, which {type(model).__name__} does not have")
+    for name, layer in found.items():
         a, b = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
         a.data = first_a(seed, name, *a.shape)
         b.data = torch.zeros(b.shape)
     for name, param in model.named_parameters():
         param.requires_grad = ".lora_" in name
     return AdapterInfo(asked.rank, asked.alpha, tuple(_last_parts(found)))
+
+
+def all_linear(model: Any) -> list[str]:
+    """The linear layers of a model, by name, but its head.
+
+    Nor any of the blocks that hold experts, nor of their dense siblings: experts are tensors, no layers, and PEFT takes
+    the names of those that are left there (gate_proj) for theirs.
+    """
+    modules = [(name, module) for name, module in model.named_modules() if module is not model.get_output_embeddings()]
+    blocks = {name.split(".")[-2] for name, _ in modules if name.endswith(".experts")}
+    if blocks:
+        _log.info("no adapters in %s, where %s has experts", ", ".join(sorted(blocks)), type(model).__name__)
+    return [
+        name
+        for name, module in modules
+        if isinstance(module, nn.Linear | Conv1D) and blocks.isdisjoint(name.split("."))
+    ]
 
 
 def layers(model: Any) -> Iterator[tuple[str, Any]]:

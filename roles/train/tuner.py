@@ -29,7 +29,7 @@ class TunerConfig:
     """What an adapter adds is multiplied by lora_alpha / lora_rank."""
     lora_targets: Literal["all-linear"] | list[str] = "all-linear"
     """Modules with an adapter, by the last part of their Hugging Face names, as in [q_proj,v_proj]; all-linear: every
-    matrix of the decoder's layers."""
+    matrix of the decoder's layers, or where a model has experts, those outside of the blocks that hold them."""
 
     @property
     def adapter(self) -> AdapterInfo | None:

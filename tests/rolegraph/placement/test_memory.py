@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rolegraph.models.architecture import Architecture
-from rolegraph.placement.memory import HEAD_BUDGET, Copy, Engine, Trainer
+from rolegraph.placement.memory import HEAD_BUDGET, Copy, Engine, Sharded, Trainer
 
 GIB = 2**30
 SMALL = Architecture("qwen3", 100, 8, 12, 4, 4, 2, 2, tie_word_embeddings=True, qk_norm=True)
@@ -88,6 +88,16 @@ def test_adapters_are_all_that_is_trained() -> None:
         "optimizer": 12 * adapters // 4,
         "average": 4 * adapters,
     }
+
+
+def test_ranks_that_share_all_hold_frozen_weights_as_they_compute_with_them() -> None:
+    trainer = Sharded(SMALL, 2, 1, data=2, adapter_rank=3, adapter_targets=("all-linear",))
+    adapters = trainer.adapter_parameters()
+    assert trainer.state(0)["weights"] == (2 * SMALL.parameters + 4 * adapters) // 2
+    assert replace(trainer, adapter_rank=0).state(0)["weights"] == 4 * SMALL.parameters // 2
+    # Experts have no adapters, nor what is beside them: 3 (in + out) of q, k, v and o in each of the layers.
+    experts = replace(trainer, model=EXPERTS)
+    assert experts.adapter_parameters() == EXPERTS.num_hidden_layers * 3 * (4 * 8 + 8 + 4 + 4 + 8)
 
 
 def test_activations_by_hand() -> None:

@@ -12,8 +12,12 @@ import pytest
 import torch
 
 from rolegraph.errors import CheckpointError, ConfigError
+from rolegraph.models import ModelConfig
+from rolegraph.models.architecture import architecture, read_config
+from rolegraph.placement.memory import Sharded
 from tests.models import VOCAB
 from tests.roles.train import lora_workers
+from tests.roles.train.huggingface_workers import held
 from tests.roles.train.lora_workers import LORA, SEED, batches
 from tests.roles.train.megatron_workers import NLL, OPTIMIZER
 
@@ -30,6 +34,14 @@ def hf(start: Start) -> Start:
 def logprobs(role: Any, **kwargs: Any) -> Any:
     column = "ref_logprobs" if kwargs.get("reference") else "logprobs"
     return role.logprobs(batches()[0], **kwargs).ragged(column).values
+
+
+def estimated(role: Any) -> dict[str, int]:
+    """What the plan says that the only rank holds."""
+    sizes, width = architecture(read_config(ModelConfig(path=role.config.model))), role._policy.dtype.itemsize
+    adapter = role.config.adapter
+    found = Sharded(sizes, width, tokens=1, adapter_rank=adapter.rank, adapter_targets=adapter.targets).state(0)
+    return dict(found)
 
 
 @pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True, "lora_targets": ["q_proj", "down_proj"]}])
@@ -95,10 +107,38 @@ def test_trains_float32_adapters_beside_bfloat16(hf: Start) -> None:
     role = hf(dtype="bfloat16")
     kinds = {(param.requires_grad, param.dtype) for param in role._policy.model.parameters()}
     assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
+    counted = estimated(role)
+    assert {name: held(role)[name] for name in ("weights", "optimizer")} == {
+        "weights": counted["weights"],
+        "optimizer": 0,
+    }
     assert 0 < np.abs(logprobs(role) - exact).max() < 0.5
     losses = [role.step(batches()[0], loss=NLL)["loss"] for _ in range(6)]
     assert losses[-1] < losses[0] - 0.5
+    assert held(role)["optimizer"] == counted["optimizer"]
     assert np.abs(logprobs(role, reference=True) - exact).max() < 0.5
+
+
+def test_experts_stay_as_they_are(hf: Start, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    with caplog.at_level("INFO"):
+        role = hf("qwen3_moe", micro_batch_size=3)
+    assert caplog.text.count("no adapters in mlp, where Qwen3MoeForCausalLM has experts") == 1
+    assert role.adapter_info().targets == ("q_proj", "k_proj", "v_proj", "o_proj")
+    for batch in batches():
+        role.step(batch, loss=NLL)
+    assert {name: held(role)[name] for name in ("weights", "optimizer")} == {
+        name: estimated(role)[name] for name in ("weights", "optimizer")
+    }
+    role.export_hf(str(tmp_path / "adapter"), adapter=True)
+    base = AutoModelForCausalLM.from_pretrained(folder / "qwen3_moe", dtype=torch.float32)
+    with torch.no_grad():
+        beside = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+        found = lora_workers._hf_logprobs(beside, batches()[0], 1.0)[0]
+    assert np.abs(found.numpy() - logprobs(role)).max() < 1e-5
+    assert np.abs(found.numpy() - logprobs(role, reference=True)).max() > 1e-2
 
 
 def test_checkpoints_hold_the_adapter_alone(hf: Start, start: Start, tmp_path: Path) -> None:
@@ -124,13 +164,20 @@ def test_checkpoints_hold_the_adapter_alone(hf: Start, start: Start, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("targets", "message"),
+    ("kind", "targets", "message"),
     [
-        (["q_proj", "query"], "lora_targets names query, which .*Qwen3ForCausalLM does not have"),
-        (["query"], "does not fit Qwen3ForCausalLM: .*query.* not found"),
-        (["embed_tokens"], "embed_tokens is Embedding, and adapters here are for linear layers: leave it out"),
+        ("qwen3", ["q_proj", "query"], "lora_targets names query, which .*Qwen3ForCausalLM does not have"),
+        ("qwen3", ["query"], "does not fit Qwen3ForCausalLM: .*query.* not found"),
+        ("qwen3", ["q_proj", "lm_head"], "lm_head makes the logits, .* leave it out"),
+        ("qwen3_moe", ["lm_head"], "lm_head makes the logits, .* leave it out"),
+        (
+            "qwen3_moe",
+            ["q_proj", "gate_proj", "up_proj"],
+            "experts is Qwen3MoeExperts, and .* leave it out, and the names of what it holds",
+        ),
+        ("qwen3", ["embed_tokens"], "embed_tokens is Embedding, and adapters here are for linear layers: leave it out"),
     ],
 )
-def test_refuses(hf: Start, targets: list[str], message: str) -> None:
+def test_refuses(hf: Start, kind: str, targets: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        hf(lora_targets=targets)
+        hf(kind, lora_targets=targets)
