@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import is_flash_attn_2_available
 
 from rolegraph.errors import ConfigError, RoleGraphError
@@ -143,17 +143,22 @@ class HFPolicy:
         finally:
             self._swap(kept)
 
-    def head_of(self, weights: PolicyWeights) -> Tensor:
-        """The whole output weight of a set that is kept, in the type the model computes in; all ranks gather it.
+    def head_of(self, weights: PolicyWeights) -> tuple[Tensor, Tensor | None]:
+        """The whole output weight of a set that is kept, and its bias if it has one; all ranks gather them.
 
-        Raises RoleGraphError where it is not kept.
+        In the type the model computes in. Raises RoleGraphError where that set is not kept.
         """
-        weight = self.model.get_output_embeddings().weight
         kept = None if self._is_bare(weights) else self._kept(weights)
-        name = next((name for name, param in self.trained.items() if param is weight), None)
-        if kept is not None and name is not None:
-            weight = like(weight, kept[name])
-        return whole(weight).detach().to(self.dtype)
+        names = {id(param): name for name, param in self.trained.items()}
+
+        def gathered(param: Tensor) -> Tensor:
+            name = names.get(id(param))
+            found = param if kept is None or name is None else like(param, kept[name])
+            return whole(found).detach().to(self.dtype)
+
+        head = self.model.get_output_embeddings()
+        bias = getattr(head, "bias", None)
+        return gathered(head.weight), None if bias is None else gathered(bias)
 
     def reshard(self) -> None:
         """Let go of gathered weights, which a change of the shards would leave as they were."""
@@ -271,9 +276,7 @@ def build_policy(config: HuggingFaceTrainConfig, context: RoleContext) -> HFPoli
 def _load(config: HuggingFaceTrainConfig, on_gpu: bool) -> Any:
     """The whole model in host memory, in the type of the checkpoint; nothing in it draws random numbers."""
     settings = AutoConfig.from_pretrained(config.folder)
-    for name, value in settings.to_dict().items():
-        if "drop" in name and isinstance(value, float):
-            setattr(settings, name, 0.0)  # a ratio of two passes would tell of the noise, not of the policy
+    without_dropout(settings)
     attention = config.attention
     if attention is None and on_gpu and is_flash_attn_2_available():
         attention = "flash_attention_2"
@@ -293,6 +296,15 @@ def _load(config: HuggingFaceTrainConfig, on_gpu: bool) -> Any:
             )
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
+
+
+def without_dropout(settings: Any) -> None:
+    """Set all its rates to 0, of nested configurations too: a ratio of two passes would tell of the noise."""
+    for name, value in list(vars(settings).items()):
+        if isinstance(value, PreTrainedConfig):
+            without_dropout(value)
+        elif "drop" in name and isinstance(value, float):
+            setattr(settings, name, 0.0)
 
 
 def _packs(config: HuggingFaceTrainConfig, model: Any) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +24,8 @@ from roles.train.packing import MicroBatch
 from roles.train.passes import Finish, Layout, Learner
 from roles.train.scoring import head_logits
 
+_log = logging.getLogger(__name__)
+
 
 class HFLearner(Learner):
     """A policy whose ranks each take a part of the rows, and each the whole vocabulary.
@@ -38,13 +42,17 @@ class HFLearner(Learner):
         self._checkpointing, self._reduces_each = config.gradient_checkpointing, config.reduce_each_micro_batch
         self.layout = Layout(padding_free=policy.packed, token_bytes=_token_bytes(policy, self._checkpointing))
         self._settings = {"use_cache": False} if takes_cache(policy.model) else {}
-        self._check()
+        # transformers recomputes what says that it trains: that alone says so, as other modules are noisy then (a
+        # router that jitters).
+        self._recomputed = [each for each in policy.root.modules() if getattr(each, "gradient_checkpointing", False)]
+        policy.root.eval()
+        self._check(asked_to_pack=bool(config.padding_free))
 
     def run(self, micro_batches: Iterator[MicroBatch], count: int, finish: Finish, *, train: bool) -> list[Any]:
         """See `Passes.run`."""
         root, results = self._policy.root, []
-        # Recomputation is for modules that train; nothing else in them differs, dropout being off.
-        root.train(train and self._checkpointing)
+        for module in self._recomputed:
+            module.training = train
         if train:
             self._policy.optimizer.zero_grad()
         try:
@@ -74,7 +82,7 @@ class HFLearner(Learner):
     def head_of(self, weights: PolicyWeights) -> Head:
         """See `Learner.head_of`."""
         rule = self._policy.rule
-        return Head(self._policy.head_of(weights), None, rule.scale, rule.soft_cap)
+        return Head(*self._policy.head_of(weights), rule.scale, rule.soft_cap)
 
     @torch.no_grad()
     def gradient_norm(self) -> float:
@@ -110,8 +118,11 @@ class HFLearner(Learner):
         return {"input_ids": micro.input_ids, **packed, **self._settings}
 
     @torch.no_grad()
-    def _check(self) -> None:
-        """Compare with the model's own logits; ConfigError for a model whose logits are more than we know of."""
+    def _check(self, *, asked_to_pack: bool) -> None:
+        """Compare with the model's own logits, and packed rows with each other, which are padded if these differ.
+
+        Raises ConfigError for a model whose logits are more than we know of, or that was asked to pack and cannot.
+        """
         model, ids = self._policy.model, probe(self.vocab_size).to(self.device)
 
         def compare(hidden: Tensor) -> float | None:
@@ -131,10 +142,11 @@ class HFLearner(Learner):
             positions = torch.arange(ids.shape[1], device=self.device).repeat(2)[None]
             twice = {"input_ids": ids.repeat(1, 2), "position_ids": positions, **self._settings}
             if (found := self._policy.root(twice, both)) is not None:
-                raise ConfigError(
-                    f"train.padding_free=true: {name} does not tell packed rows apart (the states of two equal ones "
-                    f"differ by {found:.3g}): set it to false"
-                )
+                why = f"{name} does not tell packed rows apart (the states of two equal ones differ by {found:.3g})"
+                if asked_to_pack:
+                    raise ConfigError(f"train.padding_free=true: {why}: set it to false")
+                _log.info("rows are padded: %s", why)
+                self.layout = replace(self.layout, padding_free=False)
         self._policy.reshard()
 
 

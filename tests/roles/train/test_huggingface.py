@@ -15,10 +15,14 @@ import pytest
 import torch
 
 from rolegraph.errors import ConfigError, RoleGraphError, TurnError
-from rolegraph.interfaces import LossSpec, TransferGroup
+from rolegraph.interfaces import HeadInfo, LossSpec, TransferGroup
+from rolegraph.models import ModelConfig
+from rolegraph.models.architecture import architecture, read_config
+from rolegraph.placement.memory import Sharded
 from roles.train.config import HuggingFaceTrainConfig
 from roles.train.offload import Offload
 from tests.models import VOCAB
+from tests.roles.train.huggingface_workers import held
 from tests.roles.train.megatron_workers import NLL, OPTIMIZER, grouped, make_batch
 
 pytestmark = pytest.mark.engine
@@ -134,10 +138,40 @@ def test_trains_models_that_megatron_has_not(hf: Start, others: Path, kind: str,
     assert drops[0] == drops[1]
 
 
+def test_recomputing_layers_makes_none_of_them_noisy(hf: Start, folder: Path) -> None:
+    """A router that jitters in training would tell of another policy than the one that is scored."""
+    import transformers
+
+    sizes = {**SIZES, "intermediate_size": 48, "num_key_value_heads": 2, "num_local_experts": 4}
+    config = transformers.MixtralConfig(**sizes, router_jitter_noise=0.9, attention_dropout=0.5)
+    transformers.MixtralForCausalLM(config).save_pretrained(folder / "mixtral")
+    found = {}
+    for recomputes in (False, True):
+        role, calls = hf("mixtral", gradient_checkpointing=recomputes), [0]
+        attention = role._policy.model.model.layers[0].self_attn
+        attention.register_forward_hook(lambda *_, calls=calls: calls.__setitem__(0, calls[0] + 1))
+        metrics = role.step(make_batch(6, 0), loss=NLL, lr=0.0)
+        assert calls == [1 + recomputes]
+        found[recomputes] = (metrics["loss"], metrics["grad_norm"])
+    assert found[True] == pytest.approx(found[False], rel=1e-5)
+
+
+def test_dropout_is_off_in_nested_configurations_too() -> None:
+    import transformers
+
+    from roles.train.huggingface_model import without_dropout
+
+    config = transformers.Gemma3Config(text_config={"attention_dropout": 0.5}, vision_config={"attention_dropout": 0.5})
+    without_dropout(config)
+    assert (config.text_config.attention_dropout, config.vision_config.attention_dropout) == (0.0, 0.0)
+
+
 def test_computes_in_bfloat16_and_trains_float32(hf: Start) -> None:
     exact = flat(hf().logprobs(make_batch(8, 0)), "logprobs")
     role = hf(dtype="bfloat16", reference="initial")
     assert {param.dtype for param in role._policy.model.parameters()} == {torch.float32}
+    sizes = architecture(read_config(ModelConfig(path=role.config.model)))
+    assert Sharded(sizes, width=2, tokens=1).state(0)["weights"] == held(role)["weights"]
     assert 0 < np.abs(flat(role.logprobs(make_batch(8, 0)), "logprobs") - exact).max() < 0.5
     losses = [role.step(make_batch(8, 0), loss=NLL)["loss"] for _ in range(8)]
     assert losses[-1] < losses[0] - 1
@@ -209,6 +243,28 @@ def test_other_weights_score_and_teach_and_the_policys_own_come_back(hf: Start) 
     assert np.array_equal(flat(role.logprobs(batch), "logprobs"), flat(now, "logprobs"))
 
 
+@pytest.mark.parametrize("settings", [{"reference": "initial"}, {"tuner_type": "lora", "lora_targets": ["q_proj"]}])
+def test_states_go_through_the_bias_of_their_own_head(hf: Start, others: Path, settings: dict[str, Any]) -> None:
+    from roles.train.teaching import teacher_states
+
+    role, batch = hf("phi", lr=0.1, **settings), make_batch(6, 0)
+    role.average_weights(0.5)
+    for moved in (False, True):
+        for which in ("current", "initial", "average"):
+            taught = role.teach(batch, weights=which, hidden=True, topk=VOCAB, temperature=1.0)
+            states = teacher_states(batch.merge(taught), HeadInfo(VOCAB, SIZES["hidden_size"], "float32"))
+            head = role._trainer.passes.head_of(which)
+            assert head.bias is not None
+            tables = torch.log_softmax(states @ head.weight.float().T + head.bias.float(), -1)
+            labels = torch.from_numpy(flat(batch, "response_ids").astype(np.int64))[:, None]
+            expected = flat(taught, "teacher_token_logprobs")
+            assert np.abs(tables.gather(-1, labels)[:, 0].numpy() - expected).max() < 1e-4
+            role.use_teacher_head(which)
+            loss = role.step(batch.merge(taught), loss=DISTILL, lr=0.0)["loss"]
+            assert loss < 1e-5 or (moved and which != "current"), which
+        role.step(batch, loss=NLL)
+
+
 # ----- weights on their way out, memory -----
 
 
@@ -275,7 +331,7 @@ def test_refuses_logits_that_are_more_than_a_projection(hf: Start, monkeypatch: 
 
 
 def test_refuses_to_pack_where_the_model_does_not_tell_rows_apart(
-    hf: Start, folder: Path, monkeypatch: pytest.MonkeyPatch
+    hf: Start, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     import transformers
 
@@ -287,6 +343,13 @@ def test_refuses_to_pack_where_the_model_does_not_tell_rows_apart(
     monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda positions: None)
     with pytest.raises(ConfigError, match=r"does not tell packed rows apart .*: set it to false"):
         hf(padding_free=True)
+    # Where nobody asked for it, as flash-attention would pack them, they are padded.
+    expected = flat(hf().logprobs(make_batch(6, 0)), "logprobs")
+    monkeypatch.setattr("roles.train.huggingface_model._packs", lambda config, model: True)
+    with caplog.at_level("INFO"):
+        found = flat(hf(micro_batch_size=3).logprobs(make_batch(6, 0)), "logprobs")
+    assert np.abs(found - expected).max() < 1e-5
+    assert "rows are padded: " in caplog.text
 
 
 @pytest.mark.parametrize(
