@@ -23,8 +23,8 @@ from tests.benchmarks.measure import median, show
 
 ROUNDS = 3
 MODELS = (
-    ("tiny", "rolegraph.models.tiny.make", 16, 8, 48, 64),
-    ("SmolLM2-135M", "rolegraph.models.smollm2.make", 4, 4, 64, 48),
+    ("tiny", "rolegraph.models.tiny.make", 8, 8, 48, 48),
+    ("SmolLM2-135M", "rolegraph.models.smollm2.make", 2, 4, 48, 16),
 )
 """Name, maker, prompts, samples a prompt, tokens of the longest prompt, tokens a sample."""
 
