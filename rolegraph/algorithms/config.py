@@ -75,7 +75,7 @@ class PTConfig(SFTConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationConfig:
+class EvaluationConfig(ScoreOptions):
     """Eval sets, and nothing that is trained."""
 
     only_evaluates: ClassVar[bool] = True
@@ -87,10 +87,15 @@ class EvaluationConfig:
 
     model: str | None = None
     """What results.json calls what was evaluated; null: the run's model."""
+    prm_reward: StepReduce | Literal["per_step"] | None = None
+    """What the scores of a response's steps amount to, as for grpo; null: min. per_step: no part of its reward."""
 
     def check(self, run: object) -> Iterator[str]:
-        """Rules across fields; none here."""
-        yield from ()
+        """What is said of reward roles that are not there."""
+        if (roles := getattr(run, "roles", None)) is not None:
+            yield from self.check_weights(roles)
+            if self.prm_reward is not None and "prm" not in roles:
+                yield f"algorithm.prm_reward={self.prm_reward} has no effect without a prm: remove it"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,6 +67,19 @@ def _draws(run: RunConfig, key: str, each: EvalSetConfig) -> Iterator[str]:
         )
     if reward_of(run, each) is None and not any(map(is_scorer, run.roles)):
         yield f"{key} has no reward functions: set {key}.reward.reward_funcs=[exact_match], or reward=NAME"
+    elif reward_of(run, each) is None and not _scores_responses(run):
+        yield (
+            f"{key} measures the rewards of whole responses, and no reward role of this run has a part in those: set "
+            f"{key}.reward.reward_funcs=[exact_match], or orm=functions"
+        )
+
+
+def _scores_responses(run: RunConfig) -> bool:
+    """Whether the sum of the run's scores has a summand: with prm_reward=per_step the prm is none."""
+    options = run.algorithm.config
+    weights = getattr(options, "score_weights", {})
+    left_out = {"prm"} if getattr(options, "prm_reward", None) == "per_step" else set()
+    return any(is_scorer(role) and role not in left_out and weights.get(role, 1.0) for role in run.roles)
 
 
 def rollout_has_work(run: RunConfig) -> Iterator[str]:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,7 +24,8 @@ USAGE = """rolegraph eval CHECKPOINT [KEY=VALUE ...] [--config-dir DIR]
 rolegraph eval MODEL [CHOICES] [KEY=VALUE ...] [--config-dir DIR]
 
   CHECKPOINT   a checkpoint (RUN/checkpoints/step-N), or the folder of a run, for its newest one. Eval sets, engines
-               and rewards are those of its run, changed by KEY=VALUE; eval=NAME adds sets
+               and rewards are those of its run, changed by KEY=VALUE; eval=NAME adds sets, and a role or reward
+               (rollout=vllm, orm=functions, reward=exact_match) is chosen anew
   MODEL        a Hugging Face folder or name. Eval sets are chosen, as in eval=arithmetic, or given, as in
                eval.sets.mine.data.source=jsonl eval.sets.mine.data.path=mine.jsonl; what a set does not say of its data
                is that of `data`
@@ -33,6 +34,8 @@ Prints a table, and writes results.json and every answer (Parquet) into output_d
 """
 FOR_RUNS = ("checkpoint", "logger", "max_steps", "output_dir", "ray_exp_name", "resume")
 """Keys that have no say where nothing is trained."""
+OF_TRAINING = ("reference", "tuner_type")
+"""Keys of `train` that an evaluation has no use for, beside those of an adapter."""
 OF_SHARING = ("colocate_groups", "device_groups", "sleep_level")
 """Keys of `placement` about roles of the run, beside those that begin with `offload_`."""
 
@@ -103,41 +106,75 @@ def evaluate_checkpoint(
 
 def checked(checkpoint: folder.Checkpoint, overrides: Sequence[str], config_dir: str | None) -> RunConfig:
     """The evaluation of a checkpoint, by the config of its run and what changes it; ConfigError as for a run."""
-    from rolegraph.config.load import composed, load_saved
+    from rolegraph.config.compose import read_saved
+    from rolegraph.config.load import ROLES, add_to_path, composed, load_saved
 
-    chosen = [word for word in overrides if word.startswith("eval=")]
-    sets: dict[str, Any] = {}
-    for word in chosen:
-        sets |= composed([word], config_dir=config_dir).tree["eval"]["sets"]
+    add_to_path(config_dir)
+    more_sets: dict[str, Any] = {}
+    chosen: dict[str, Any] = {}
+    values: list[str] = []
+    for word in overrides:
+        group, _, choice = word.partition("=")
+        if group == "eval":
+            more_sets |= composed([word], config_dir=config_dir).tree["eval"]["sets"]
+        elif group in (*ROLES, "reward"):
+            chosen[group] = None if choice == "null" else composed([word], config_dir=config_dir).tree[group]
+        else:
+            values.append(word)
+
+    def with_choices(tree: dict[str, Any]) -> dict[str, Any]:
+        return {**tree, **chosen, "eval": {**tree["eval"], "sets": {**tree["eval"]["sets"], **more_sets}}}
+
+    # What sets need is known once they are as they will be: then it is decided who stays.
+    of_sets = [word for word in values if word.lstrip("+").startswith("eval.")]
+    sets = read_saved(checkpoint.config, of_sets, config_dir, change=with_choices).tree["eval"]["sets"]
 
     def alone(tree: dict[str, Any]) -> dict[str, Any]:
-        return without_training(tree, sets, str(checkpoint.path))
+        return without_training({**tree, **chosen}, sets, str(checkpoint.path), keep=chosen)
 
-    rest = [word for word in overrides if word not in chosen]
-    return load_saved(checkpoint.config, rest, config_dir=config_dir, change=alone).run
+    return load_saved(checkpoint.config, values, config_dir=config_dir, change=alone).run
 
 
-def without_training(tree: Mapping[str, Any], more_sets: Mapping[str, Any], named: str) -> dict[str, Any]:
-    """The config of a run as that of its evaluation alone, with more eval sets; `named`: what is evaluated."""
-    longest = tree["algorithm"].get("max_completion_length")
-    sets = {name: {**each} for name, each in {**tree["eval"]["sets"], **more_sets}.items()}
+def without_training(
+    tree: Mapping[str, Any], sets: Mapping[str, Any], named: str, *, keep: Container[str] = ()
+) -> dict[str, Any]:
+    """The config of a run as that of its evaluation alone, on these sets.
+
+    `named`: what is evaluated. `keep`: keys that stay whoever needs them, for somebody asked for them.
+    """
+    sets = {name: {**each} for name, each in sets.items() if isinstance(each, Mapping)}
     drawing = [each for each in sets.values() if (each.get("n") is None and not each.get("loss")) or each.get("n")]
     for each in drawing:
         if each.get("max_completion_length") is None:
-            each["max_completion_length"] = longest
-    kept = {"rollout", *(["train"] if any(each.get("loss") for each in sets.values()) else [])}
+            each["max_completion_length"] = tree["algorithm"].get("max_completion_length")
     by_run = any(each.get("reward") is None for each in drawing)
-    roles = {key for key, node in tree.items() if isinstance(node, Mapping) and "_target_" in node}
-    dropped = {key for key in roles if key not in kept and not (by_run and is_scorer(key))}
-    found = {key: node for key, node in tree.items() if key not in {*dropped, *FOR_RUNS}}
-    if not by_run:
-        found.pop("reward", None)
-    if isinstance(rollout := found.get("rollout"), Mapping):
-        # An adapter is merged into what is evaluated.
-        found["rollout"] = {key: value for key, value in rollout.items() if "lora" not in key}
-    found["algorithm"] = {"_target_": TARGET, "model": named}
+    needed = {"rollout": bool(drawing), "train": any(each.get("loss") for each in sets.values()), "reward": by_run}
+
+    def stays(key: str) -> bool:
+        is_role = isinstance(tree[key], Mapping) and "_target_" in tree[key]
+        return key in keep or needed.get(key, not is_role or (by_run and is_scorer(key)))
+
+    found = {key: _merged(key, node) for key, node in tree.items() if key not in FOR_RUNS and stays(key)}
+    scorers = [key for key, node in found.items() if is_scorer(key) and node is not None]
+    found["algorithm"] = {"_target_": TARGET, "model": named, **_scoring(tree["algorithm"], scorers)}
     found["eval"] = {"sets": sets}
     found["placement"] = _placement(tree.get("placement") or {})
+    return found
+
+
+def _merged(role: str, node: Any) -> Any:
+    """The node of a role for a model into which the adapter is merged, and which nothing is compared with."""
+    if role not in ("rollout", "train") or not isinstance(node, Mapping):
+        return node
+    return {key: value for key, value in node.items() if key not in OF_TRAINING and "lora" not in key}
+
+
+def _scoring(algorithm: Mapping[str, Any], scorers: Collection[str]) -> dict[str, Any]:
+    """What the run's algorithm makes of the scores of these roles."""
+    weights = algorithm.get("score_weights") or {}
+    found: dict[str, Any] = {"score_weights": {role: weights[role] for role in weights if role in scorers}}
+    if "prm" in scorers:
+        found["prm_reward"] = algorithm.get("prm_reward")
     return found
 
 

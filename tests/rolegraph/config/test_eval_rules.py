@@ -146,3 +146,21 @@ def test_defaults_of_a_set() -> None:
     assert of(n=8, temperature=1, metrics="[mean@8,pass@4]") == ["mean@8", "pass@4"]
     assert of(loss="true") == []
     assert of(loss="true", n=1) == ["pass@1"]
+
+
+STEPS = ("algorithm=grpo", "prm=functions")
+PER_STEP = "algorithm.prm_reward=per_step"
+PART = "set eval.sets.own.reward.reward_funcs=[exact_match], or orm=functions"
+
+
+def test_scores_of_steps_alone_measure_no_response() -> None:
+    own = ("eval.every=5", "eval.sets.own.n=1")
+    none = ("orm=null", "reward=null")
+    assert PART in faults(*STEPS, PER_STEP, *own, *none)
+    for works in (
+        (*none, "eval.sets.own.reward.reward_funcs=[exact_match]"),
+        ("orm=functions",),
+        (*none, "algorithm.prm_reward=mean"),
+        (*none, "eval.sets.own.n=0", "eval.sets.own.loss=true"),
+    ):
+        checked(*STEPS, PER_STEP, *own, *works)

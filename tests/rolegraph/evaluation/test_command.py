@@ -17,6 +17,7 @@ from rolegraph.config import RunConfig, load
 from rolegraph.errors import ConfigError
 from rolegraph.evaluation.command import checked, is_model
 from rolegraph.run import save_config
+from rolegraph.wiring import scorers_of
 from tests.rolegraph.algorithms.fakes import World
 from tests.rolegraph.evaluation.test_hook import Evaluated
 
@@ -73,8 +74,68 @@ def test_a_loss_needs_the_trainer_and_no_engine(tmp_path: Path) -> None:
     assert list(run.roles) == ["train"]
     both = of(tmp_path / "both", *EVALUATED, "eval.sets.held.loss=true")
     assert list(both.roles) == ["train", "rollout", "eval_arithmetic"], "a loss has no reward"
-    with pytest.raises(ConfigError, match="arithmetic draws responses, and no role does"):
+    with pytest.raises(ConfigError, match="arithmetic draws responses, and no role does: add rollout=vllm"):
         of(tmp_path / "more", "algorithm=sft", changed=("eval=arithmetic",))
+
+
+OWN_REWARD = "eval.sets.held.reward.reward_funcs=[format]"
+LONG = "eval.sets.held.max_completion_length=9"
+SCORED = ("algorithm=grpo", "eval=arithmetic", "prm=functions")
+OWN = "+eval.sets.own.data.seed=5"
+
+
+@pytest.mark.parametrize("how", ["mean", "last", "per_step"])
+def test_scores_count_as_in_the_run(tmp_path: Path, how: str) -> None:
+    weights = ("algorithm.score_weights.prm=0.25", "algorithm.score_weights.orm=3")
+    words = (*SCORED, f"algorithm.prm_reward={how}", *weights, OWN)
+    handles: Any = dict.fromkeys(("prm", "orm"))
+    trained, alone = (scorers_of(run, handles) for run in (load(list(words)).run, of(tmp_path, *words)))
+    assert (alone.weights, alone.reduce) == (trained.weights, trained.reduce)
+    assert alone.weights == ({"orm": 3} if how == "per_step" else {"prm": 0.25, "orm": 3})
+
+
+def test_scores_of_roles_that_have_no_work_count_nowhere(tmp_path: Path) -> None:
+    run = of(tmp_path, *SCORED, "algorithm.score_weights.prm=0.25", "algorithm.prm_reward=mean")
+    assert list(run.roles) == ["rollout", "eval_arithmetic"]
+    assert (run.algorithm.config.score_weights, run.algorithm.config.prm_reward) == ({}, None)
+
+
+def test_who_stays_follows_from_the_sets_as_they_are_changed(tmp_path: Path) -> None:
+    both = ("algorithm=sft", "eval=arithmetic", "rollout=vllm", "eval.sets.held.loss=true")
+    assert list(of(tmp_path / "0", *both).roles) == ["train", "rollout", "eval_arithmetic"]
+    assert list(of(tmp_path / "1", *both, changed=("eval.sets.arithmetic=null",)).roles) == ["train"]
+    added = of(tmp_path / "2", *EVALUATED, changed=("eval.sets.held.loss=true",))
+    assert list(added.roles) == ["train", "rollout", "eval_arithmetic"]
+    words = ("eval.sets.held.loss=false", LONG, OWN_REWARD)
+    assert list(of(tmp_path / "3", *both, changed=words).roles) == ["rollout", "eval_arithmetic", "eval_held"]
+    with pytest.raises(ConfigError, match="nothing to evaluate: choose eval=arithmetic"):
+        of(tmp_path / "4", *both, changed=("eval.sets.arithmetic=null", "eval.sets.held=null"))
+    with pytest.raises(ConfigError, match="must be a node with keys"):
+        of(tmp_path / "5", *both, changed=("eval.sets.arithmetic=5",))
+
+
+def test_what_a_message_says_can_be_typed(tmp_path: Path) -> None:
+    sft = ("algorithm=sft", "eval.every=5", "eval.sets.held.loss=true")
+    more = of(tmp_path / "0", *sft, changed=("eval=arithmetic", "rollout=vllm", "rollout.replicas=2"))
+    assert list(more.roles) == ["train", "rollout", "eval_arithmetic"]
+    assert more.roles["rollout"].config.replicas == 2
+    null = [f"eval.sets.arithmetic.{key}=null" for key in ("reward", "max_completion_length")]
+    loss = of(tmp_path / "1", *EVALUATED, changed=("eval.sets.arithmetic.n=0", "eval.sets.arithmetic.loss=true", *null))
+    assert list(loss.roles) == ["train"]
+    assert list(of(tmp_path / "2", *sft, changed=("rollout=null",)).roles) == ["train"]
+    scored = of(tmp_path / "3", *sft, changed=("eval.sets.held.n=1", "rollout=vllm", "reward=exact_match", LONG))
+    assert list(scored.roles) == ["train", "rollout", "eval_held"]
+    other = of(tmp_path / "4", *EVALUATED, changed=("rollout=huggingface",))
+    assert other.roles["rollout"].name == "HuggingFaceRollout"
+    with pytest.raises(ConfigError, match="data=jsonl: the config of a run has its choices made"):
+        of(tmp_path / "5", *EVALUATED, changed=("data=jsonl",))
+
+
+def test_a_trainer_of_losses_has_neither_adapter_nor_reference(tmp_path: Path) -> None:
+    tuned = ("train.tuner_type=lora", "train.lora_rank=3", "train.lora_targets=[q_proj]", "train.reference=initial")
+    run = of(tmp_path, *EVALUATED, "eval.sets.held.loss=true", *tuned, "train.lr=0.5")
+    train = run.roles["train"].config
+    assert (train.adapter, train.reference, train.lora_rank, train.lr) == (None, None, 16, 0.5)
 
 
 def test_what_is_about_sharing_devices_goes_with_those_that_shared(tmp_path: Path) -> None:
