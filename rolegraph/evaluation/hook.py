@@ -64,7 +64,8 @@ class EvalHook(Hook):
     async def _evaluate(self, algorithm: Algorithm, number: int) -> Metrics:
         telemetry = algorithm.job.telemetry
         step = telemetry.in_log(number)
-        metrics = await self.evaluator.evaluate(algorithm, step)
+        with telemetry.evaluation():
+            metrics = await self.evaluator.evaluate(algorithm, step)
         self.history[step] = metrics
         if self._every is not None:
             telemetry.event(f"evaluated after step {step}: {headline(metrics)}")

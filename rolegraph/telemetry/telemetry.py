@@ -24,7 +24,8 @@ class Telemetry:
 
     Phases are timed by name; the seconds of those that ended since the last step go out with the next one as
     `seconds/NAME`, and the time in which there was none as `seconds/other`: where phases follow each other, the seconds
-    of a step add up. `idle/ROLE` is the share of a step in which the role's ranks had no call to work on.
+    of a step add up. `idle/ROLE` is the share of a step in which the role's ranks had no call to work on; it and the
+    speed are those of training, without the time of an evaluation.
     """
 
     def __init__(
@@ -58,6 +59,8 @@ class Telemetry:
         self._phases: list[tuple[str, tuple[str, ...]]] = []
         self._covered, self._covered_since = 0.0, 0.0
         """Seconds since the last step in which there was a phase; when those that are open now began."""
+        self._aside, self._busy_aside = 0.0, dict[str, float]()
+        """Seconds since the last step that were an evaluation's, and how busy each role was in them."""
         # Steps of a run that goes on are counted on from those of its earlier part.
         self._stage, self._offset, self._total = "", 0, self._log.last_step
         self._resumed: Mapping[str, int] = {}
@@ -82,6 +85,17 @@ class Telemetry:
             if not self._phases:
                 self._covered += now - self._covered_since
             self._show(roles)
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """What goes on meanwhile says nothing about how fast the run trains."""
+        start, before = self._clock(), self.timeline.busy()
+        try:
+            yield
+        finally:
+            self._aside += self._clock() - start
+            for role, until in self.timeline.busy().items():
+                self._busy_aside[role] = self._busy_aside.get(role, 0.0) + until - before.get(role, 0.0)
 
     def _show(self, roles: tuple[str, ...]) -> None:
         for role in roles:
@@ -127,6 +141,7 @@ class Telemetry:
         """Record a finished step, counted from 1 within the stage."""
         now = self._clock()
         total, busy = now - self._last_step, self._busy
+        trained, busy_aside = total - self._aside, self._busy_aside
         covered = self._covered + (now - self._covered_since if self._phases else 0.0)
         spent = {f"seconds/{name}": seconds for name, seconds in self._seconds.items()}
         spent["seconds/other"] = max(total - covered, 0.0)
@@ -134,13 +149,14 @@ class Telemetry:
         self._seconds = {}
         self._begin_step(now)
         self.timeline.end_step()
-        if total > 0:
+        if trained > 0:
             for role, until in self._busy.items():
-                spent[f"idle/{role}"] = max(1 - (until - busy.get(role, 0.0)) / total, 0.0)
+                worked = until - busy.get(role, 0.0) - busy_aside.get(role, 0.0)
+                spent[f"idle/{role}"] = max(1 - worked / trained, 0.0)
         counts, self._counts = self._counts, {}
         record: dict[str, Any] = {**metrics, **counts, **spent, "time": now - self._started}
-        if "tokens" in metrics and total > 0:
-            record["speed/tokens_per_second"] = metrics["tokens"] / total
+        if "tokens" in metrics and trained > 0:
+            record["speed/tokens_per_second"] = metrics["tokens"] / trained
         if "reward/mean" in metrics:
             self._rewards.append(float(metrics["reward/mean"]))
         self._log.write(self._offset + step, {**record, "stage": self._stage})
@@ -173,6 +189,7 @@ class Telemetry:
 
     def _begin_step(self, now: float) -> None:
         self._last_step, self._covered, self._covered_since = now, 0.0, now
+        self._aside, self._busy_aside = 0.0, {}
         self._busy = self.timeline.busy()
 
     def samples(self, step: int, batch: Batch) -> None:

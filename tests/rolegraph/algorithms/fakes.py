@@ -75,6 +75,11 @@ class Telemetry:
         self.phases.append(name)
         yield
 
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        self.phases.append("evaluation")
+        yield
+
     def stage(self, name: str, steps: int, done: int = 0) -> None:
         self.offset = sum(steps for _, steps in self.stages)
         self.stages.append((name, steps))

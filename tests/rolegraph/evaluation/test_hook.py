@@ -94,6 +94,7 @@ async def test_the_weights_of_now_are_evaluated_without_a_new_version() -> None:
         "sync 1", *step, "log 1",
         "sync 2", *step, "refresh at 2", *evaluation, "log 2",
     ]  # fmt: skip
+    assert world.telemetry.phases.count("evaluation") == 2, "whose time is none of training"
     assert world.telemetry.phases.count("eval") == 2 * 3, "transfer, answers and scores are all its own time"
     assert world.telemetry.phases.count("generate") == 2, "training's"
 

@@ -46,6 +46,35 @@ def test_the_seconds_of_a_step_add_up(tmp_path: Path) -> None:
     assert row["loss"] == 0.25
 
 
+def test_an_evaluation_says_nothing_of_the_speed_of_training(tmp_path: Path) -> None:
+    clock = Clock()
+    telemetry = Telemetry(tmp_path, clock=clock)
+    telemetry.timeline.place({"rollout": 1, "train": 1})
+    telemetry.stage("grpo", 2)
+
+    def step(number: int, evaluates: bool) -> None:
+        ended = telemetry.timeline.call("rollout", "generate", 0, 4)
+        clock.now += 3.0
+        ended()
+        clock.now += 1.0
+        if evaluates:
+            with telemetry.evaluation(), telemetry.phase("eval", "rollout"):
+                ended = telemetry.timeline.call("rollout", "generate", 0, 4)
+                clock.now += 40.0
+                ended()
+                clock.now += 2.0
+        telemetry.step(number, {"tokens": 80.0})
+
+    step(1, True)
+    step(2, False)
+    telemetry.close()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    for row, seconds in zip(rows, (46.0, 4.0), strict=True):
+        assert row["speed/tokens_per_second"] == 20.0
+        assert (row["idle/rollout"], row["idle/train"], row["seconds/step"]) == (0.25, 1.0, seconds)
+    assert rows[0]["seconds/eval"] == 42.0
+
+
 def test_a_phase_that_fails_still_ends(tmp_path: Path) -> None:
     telemetry = Telemetry(tmp_path, roles=("rollout",))
     with pytest.raises(RuntimeError), telemetry.phase("generate", "rollout"):
