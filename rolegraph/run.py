@@ -210,7 +210,7 @@ async def run_algorithm(ready: Ready, checkpoint: Checkpoint | None, hooks: tupl
     )
     ready.care.sync, ready.care.rollout = run.sync, graph.groups.get("rollout")
     if ready.sets:
-        run.hooks = (eval_hook(config, ready.placed, run, handles, ready.sets), *run.hooks)
+        run.hooks = (eval_hook(config, ready.placed, run, handles, ready.sets, ready.hooks.stop), *run.hooks)
     algorithm = algorithm_class(config.algorithm.config, run)
     for name in dict.fromkeys((*algorithm_class.roles(), *handles)):
         setattr(algorithm, name, handles.get(name))

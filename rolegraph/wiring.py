@@ -97,7 +97,12 @@ def scorers_of(config: RunConfig, handles: Mapping[str, Any]) -> Scorers:
 
 
 def eval_hook(
-    config: RunConfig, placed: Plan, run: Run, handles: Mapping[str, Any], sets: Mapping[str, Dataset]
+    config: RunConfig,
+    placed: Plan,
+    run: Run,
+    handles: Mapping[str, Any],
+    sets: Mapping[str, Dataset],
+    stop: StopRequest,
 ) -> EvalHook:
     """What evaluates the run; raises DataError for a set with fewer rows than ranks share."""
     found = []
@@ -119,7 +124,7 @@ def eval_hook(
             )
         )
     evaluator = Evaluator(found, run.telemetry.run_dir / "eval", use_ray=config.use_ray)
-    return EvalHook(evaluator, config.eval.every)
+    return EvalHook(evaluator, config.eval.every, stop)
 
 
 @dataclass(frozen=True)
@@ -130,6 +135,8 @@ class Hooks:
     """New ones, in the order in which they are told: what counts and measures first, what saves that last."""
     about: Mapping[str, Any]
     """The fingerprints of models and data, by which a checkpoint knows its run."""
+    stop: StopRequest
+    """Whether a signal asks the run to end."""
 
 
 def hooks_of(config: RunConfig, run_dir: Path, about: Mapping[str, Any], stack: AsyncExitStack) -> Hooks:
@@ -144,7 +151,7 @@ def hooks_of(config: RunConfig, run_dir: Path, about: Mapping[str, Any], stack: 
             hooks.append(Checkpointer(config.checkpoint, run_dir, about, use_ray=config.use_ray, stop=stop))
         return tuple(hooks)
 
-    return Hooks(make, about)
+    return Hooks(make, about, stop)
 
 
 def weight_sync(config: RunConfig, placed: Plan, graph: RoleGraph) -> WeightSync | None:

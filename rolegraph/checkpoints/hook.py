@@ -91,13 +91,13 @@ class Checkpointer(Hook):
         there = await asyncio.to_thread(folder.listed, self.run_dir)
         if self.saved is None and algorithm.job.telemetry.last_step in [each.step for each in there]:
             self.saved = algorithm.job.telemetry.last_step  # the run goes on from it, and need not write it again
+        self._learn(step, algorithm.job.telemetry.last_step)  # an evaluation that was left to the run that goes on
         self.stop.listen(algorithm.job.telemetry.event)
 
     async def logged(self, algorithm: Algorithm, step: Step) -> None:
         """Save where that is due, or where the run was asked to stop. Raises StoppedError then."""
         number = algorithm.job.telemetry.last_step
-        self.metrics.update(step.metrics)
-        self.measured.update(dict.fromkeys(step.metrics, number))
+        self._learn(step, number)
         asked = self.stop.asked
         if asked or number % cast(int, self.config.every) == 0:
             self._is_ending = asked
@@ -105,6 +105,10 @@ class Checkpointer(Hook):
         if asked:
             await self.settled()
             raise self.stop.error(self.saved)
+
+    def _learn(self, step: Step, number: int) -> None:
+        self.metrics.update(step.metrics)
+        self.measured.update(dict.fromkeys(step.metrics, number))
 
     async def ended(self, algorithm: Algorithm) -> None:
         """Save the last step, and wait until it is on the disk."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rolegraph.algorithms.hooks import Hook, Step
+from rolegraph.checkpoints.stopping import StopRequest
 from rolegraph.evaluation.evaluator import Evaluator
 from rolegraph.interfaces import Metrics
 from rolegraph.telemetry.progress import figure
@@ -22,20 +24,28 @@ class EvalHook(Hook):
 
     Args:
         every: null: before the first step alone.
+        stop: a run that is asked to end by a signal leaves the evaluation that is due to the one that goes on.
     """
 
-    def __init__(self, evaluator: Evaluator, every: int | None) -> None:
+    def __init__(self, evaluator: Evaluator, every: int | None, stop: StopRequest | None = None) -> None:
         self.evaluator = evaluator
         self.history: dict[int, Mapping[str, Any]] = {}
         """All metrics by step, those of an earlier part of the run too."""
-        self._every = every
+        self._every, self._stop = every, stop or StopRequest()
+        self._left: int | None = None
+        """The step of the main stage whose evaluation was left to the run that goes on."""
 
     async def begun(self, algorithm: Algorithm, step: Step) -> None:
-        """Evaluate what the main stage begins with."""
+        """Evaluate what the main stage begins with, or what was left undone where the run goes on."""
         telemetry = algorithm.job.telemetry
         if not step.is_main:
             return
         self.history = telemetry.logged("eval/")
+        left, self._left = self._left, None
+        if step.number and left == step.number:
+            metrics = await self._evaluate(algorithm, left)
+            telemetry.evaluated_late(metrics)
+            algorithm.at = replace(step, metrics={**step.metrics, **metrics})
         if step.number or telemetry.in_log(0) in self.history:
             return
         telemetry.evaluated(await self._evaluate(algorithm, 0))
@@ -43,7 +53,20 @@ class EvalHook(Hook):
     async def stepped(self, algorithm: Algorithm, step: Step) -> Metrics:
         """Evaluate where the step is due."""
         due = self._every is not None and (step.number % self._every == 0 or step.is_last)
-        return await self._evaluate(algorithm, step.number) if step.is_main and due else {}
+        if not step.is_main or not due:
+            return {}
+        if self._stop.asked and not step.is_last:  # behind the last one nothing goes on
+            self._left = step.number
+            return {}
+        return await self._evaluate(algorithm, step.number)
+
+    def state(self) -> Mapping[str, Any]:
+        """The evaluation that was left undone."""
+        return {} if self._left is None else {"left": self._left}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Know of it."""
+        self._left = int(state["left"])
 
     async def ended(self, algorithm: Algorithm) -> None:
         """Show the first and the last results."""

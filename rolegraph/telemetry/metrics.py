@@ -62,6 +62,17 @@ class MetricsLog:
                 f"{self._path.name} cannot be written for now; its lines are kept until it can: {fault.strerror}"
             )
 
+    def amend(self, metrics: Mapping[str, object]) -> None:
+        """Add metrics to the line of the last step."""
+        with self._lock:
+            lines = self._path.read_bytes().splitlines(keepends=True)
+            line = self._waiting.pop() if self._waiting else lines.pop() if lines else "{}"
+            if not self._waiting:
+                self._file.cut(sum(map(len, lines)))
+        row = _read(line) or {}
+        row.pop("step", None)
+        self.write(self.last_step, {**row, **metrics})
+
     def sync(self) -> None:
         """Have every line on the disk, whatever happens to the machine. Raises OSError."""
         with self._lock:

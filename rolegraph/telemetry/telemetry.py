@@ -187,6 +187,15 @@ class Telemetry:
         self._seconds = {}
         self._begin_step(now)
 
+    def evaluated_late(self, metrics: Mapping[str, float]) -> None:
+        """Record how good the weights are behind the last step that is in the log, in its line."""
+        seconds = {f"seconds/{name}": seconds for name, seconds in self._seconds.items() if name == "eval"}
+        self._log.amend({**metrics, **seconds})
+        numbers = {key: value for key, value in metrics.items() if plain(value) is not None}
+        self._track(lambda tracker: tracker.log(self.last_step, numbers))
+        self._seconds = {}
+        self._begin_step(self._clock())
+
     def _begin_step(self, now: float) -> None:
         self._last_step, self._covered, self._covered_since = now, 0.0, now
         self._aside, self._busy_aside = 0.0, {}

@@ -91,6 +91,10 @@ class Telemetry:
         self.calls.append(f"log evaluation at {self.offset}")
         self.evaluations.append((self.offset, dict(metrics)))
 
+    def evaluated_late(self, metrics: Mapping[str, float]) -> None:
+        self.calls.append("log evaluation late")
+        self.late = dict(metrics)
+
     def logged(self, prefix: str) -> dict[int, Mapping[str, float]]:
         return {**self.earlier, **dict(self.evaluations)}
 

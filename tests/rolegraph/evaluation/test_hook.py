@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,9 +16,12 @@ import pytest
 from rolegraph.algorithms.config import GKDConfig, GRPOConfig, SFTConfig, WarmStartConfig
 from rolegraph.algorithms.gkd import GKD
 from rolegraph.algorithms.grpo import GRPO
+from rolegraph.algorithms.hooks import Step
 from rolegraph.algorithms.scorers import Scorers
 from rolegraph.algorithms.sft import SFT
 from rolegraph.batch import Batch
+from rolegraph.checkpoints.config import CheckpointConfig
+from rolegraph.checkpoints.hook import Checkpointer
 from rolegraph.evaluation.config import EvalSetConfig
 from rolegraph.evaluation.evaluator import EvalSet, Evaluator, seed_of
 from rolegraph.evaluation.hook import EvalHook
@@ -231,3 +236,36 @@ async def test_a_set_without_any_reward_has_no_number() -> None:
     world = await grpo([Evaluated(scorer=Nothing()).hook], max_steps=1)
     assert math.isnan(world.telemetry.steps[0][1]["eval/held_out/pass@1"])
     assert world.telemetry.steps[0][1]["eval/held_out/reward/null"] == 4.0
+
+
+async def test_what_is_due_when_a_signal_comes_is_left_to_the_run_that_goes_on() -> None:
+    whole = Evaluated(every=2)
+    wanted = dict((await grpo([whole.hook], max_steps=6)).telemetry.steps)[2]
+    first, second = Evaluated(every=2), Evaluated(every=2)
+    world = World(GRPO, TWO_BY_TWO, rewards=REWARDS, max_steps=6, hooks=[first.hook])
+    assert first.hook.state() == {}
+    first.hook._stop.signal = signal.SIGTERM
+    assert await first.hook.stepped(world.algorithm, Step("grpo", 1, 6)) == {}
+    assert first.hook.state() == {}, "none is due"
+    assert await first.hook.stepped(world.algorithm, Step("grpo", 2, 6)) == {}
+    assert world.calls == [], "the run saves at once"
+    second.hook.restore(json.loads(json.dumps(first.hook.state())))
+    checkpointer = Checkpointer(CheckpointConfig(every=1), Path("unused"), {}, use_ray=False)
+    algorithm = world.algorithm
+    await second.hook.begun(algorithm, Step("grpo", 2, 6))
+    assert {name: wanted[name] for name in world.telemetry.late} == world.telemetry.late
+    assert [name for name, _ in second.files.saved] == ["held_out/step-2.parquet"]
+    assert world.calls[-1] == "log evaluation late"
+    checkpointer._learn(algorithm.at, 2)
+    assert checkpointer.metrics == world.telemetry.late, "keep_best knows them"
+    assert second.hook.state() == {}
+    await second.hook.begun(algorithm, Step("grpo", 2, 6))
+    assert world.calls.count("log evaluation late") == 1
+
+
+async def test_the_last_step_is_evaluated_whoever_asks_to_stop() -> None:
+    evaluated = Evaluated(every=2)
+    world = World(GRPO, TWO_BY_TWO, rewards=REWARDS, max_steps=2, hooks=[evaluated.hook])
+    evaluated.hook._stop.signal = signal.SIGTERM
+    assert await evaluated.hook.stepped(world.algorithm, Step("grpo", 2, 2))
+    assert evaluated.hook.state() == {}

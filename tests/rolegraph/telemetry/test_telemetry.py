@@ -75,6 +75,28 @@ def test_an_evaluation_says_nothing_of_the_speed_of_training(tmp_path: Path) -> 
     assert rows[0]["seconds/eval"] == 42.0
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+def test_an_evaluation_that_comes_late_joins_the_line_of_its_step(tmp_path: Path, steps: int) -> None:
+    whole, parts = Telemetry(tmp_path / "whole"), Telemetry(tmp_path / "parts")
+    for telemetry in (whole, parts):
+        telemetry.stage("grpo", 4)
+        telemetry.evaluated({"eval/a/pass@1": 0.25})
+        for number in range(1, steps + 1):
+            late = telemetry is parts and number == steps
+            telemetry.step(number, {"loss": 0.5} if late else {"loss": 0.5, "eval/a/pass@1": 0.75})
+    parts.close()
+    resumed = Telemetry(tmp_path / "parts")
+    resumed.go_back(steps)
+    resumed.stage("grpo", 4, steps)
+    resumed.evaluated_late({"eval/a/pass@1": 0.75})
+    for telemetry in (whole, resumed):
+        telemetry.step(steps + 1, {"loss": 0.125})
+        telemetry.close()
+    rows = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts")]
+    one, other = ([{k: v for k, v in row.items() if not is_timing(k)} for row in each] for each in rows)
+    assert one == other
+
+
 def test_a_phase_that_fails_still_ends(tmp_path: Path) -> None:
     telemetry = Telemetry(tmp_path, roles=("rollout",))
     with pytest.raises(RuntimeError), telemetry.phase("generate", "rollout"):
