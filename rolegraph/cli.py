@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import sys
@@ -78,7 +79,10 @@ def dispatch(argv: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {"run": _run, "plan": _plan, "eval": _eval}
     commands |= {name: _from_module(module) for name, module in COMMANDS.items()}
     if argv[0] not in commands:
-        print(f"rolegraph: there is no command {argv[0]!r}: type `rolegraph run ...` or `rolegraph plan ...`\n")
+        near = difflib.get_close_matches(argv[0], commands, n=1, cutoff=0.5)
+        names = ", ".join(commands)
+        hint = f"did you mean `rolegraph {near[0]}`?" if near else f"the commands are {names}"
+        print(f"rolegraph: there is no command {argv[0]!r}: {hint}\n")
         print(USAGE)
         return CONFIG_FAULT
     rest = [word for word in argv[1:] if word != "--traceback"]

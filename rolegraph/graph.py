@@ -17,7 +17,7 @@ from rolegraph.cluster import Cluster
 from rolegraph.errors import RoleError, RoleGraphError
 from rolegraph.futures import refuse_in_loop, run_sync, watch
 from rolegraph.group import OnCall, RoleGroup
-from rolegraph.host import RoleSpec, tail
+from rolegraph.host import RoleSpec, last_line
 from rolegraph.launch import WATCH_EVERY_S, GraphOptions, Launcher
 from rolegraph.member import Member
 from rolegraph.placement import Plan
@@ -83,6 +83,8 @@ class RoleGraph:
         self.startup: dict[str, float] = {}
         """Seconds from the start of the graph until each role was ready."""
         self._cluster: Cluster | None = None
+        self._began = 0.0
+        """When the start began, `time.time()`."""
         self._lent = reservation
         self._care = care
         self._launcher = Launcher(plan, self.roles, self.options)
@@ -103,7 +105,7 @@ class RoleGraph:
 
     async def start(self) -> None:
         """Start all roles side by side; when one fails, everything is freed and its error raised."""
-        began = time.perf_counter()
+        began, self._began = time.perf_counter(), time.time()
         try:
             if self.options.use_ray:
                 cores = sum(slot.cores for slots in self.plan.roles.values() for slot in slots)
@@ -118,6 +120,8 @@ class RoleGraph:
             locks = {group: asyncio.Lock() for group in self.plan.groups}
             launches = [asyncio.ensure_future(self._start_in_turn(role, began, locks)) for role in self.plan.roles]
             started: asyncio.Future[Any] = asyncio.gather(*launches)
+            # Of a start that is broken off nobody asks for its error.
+            started.add_done_callback(lambda done: done.cancelled() or done.exception())
             watcher: asyncio.Future[Any] = asyncio.ensure_future(self._watch_nodes())
             try:
                 await asyncio.wait([started, watcher], return_when=asyncio.FIRST_COMPLETED)
@@ -198,9 +202,9 @@ class RoleGraph:
         for role in self.plan.roles:
             if role in self.startup:
                 continue
-            logs = [tail(member.log_file, 1) for member in self._launcher.launched if member.context.role == role]
-            last = next((log.splitlines()[-1] for log in logs if log.startswith("End of")), "")
-            found.append(role + (f" (its log ends: {last.strip()[:120]})" if last.strip() else ""))
+            logs = [member.log_file for member in self._launcher.launched if member.context.role == role]
+            last = next((line for log in logs if (line := last_line(log, since=self._began))), "")
+            found.append(role + (f" (its log ends: {last[:120]})" if last else ""))
         return found
 
     async def _watch_nodes(self) -> None:

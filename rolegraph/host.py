@@ -179,6 +179,14 @@ def tail(path: str | None, lines: int = 15) -> str:
     return "\n".join([f"End of {path}:", *last]) if last else f"Its log is {path}"
 
 
+def last_line(path: str | None, *, since: float) -> str:
+    """The last line of a log that is not blank; none where nothing was written to it since then (`time.time()`)."""
+    if path is None or not Path(path).exists() or Path(path).stat().st_mtime < since:
+        return ""
+    lines = [line.strip() for line in Path(path).read_text(errors="replace").splitlines()]
+    return next((line for line in reversed(lines) if line), "")
+
+
 def forward_sys_path(paths: list[str]) -> None:
     """Make what the driver can import importable here, after what is importable already."""
     sys.path.extend(path for path in paths if path not in sys.path)

@@ -49,7 +49,7 @@ def card(run: RunConfig, *, step: int, metrics: Mapping[str, float], adapter: bo
         "---\n" + _header(run, adapter) + "---\n",
         f"# {name}, step {step}\n",
         f"{_what(run, adapter)} of {base}, trained with {_method(run)} on {data} by rolegraph {version('rolegraph')}. "
-        f"It took {step} optimizer steps.\n",
+        f"It took {step} optimizer steps{_warm_start(run, step)}.\n",
         _use(adapter),
         "## How it was trained\n\n" + _table(("setting", "value"), _settings(run)),
     ]
@@ -76,6 +76,15 @@ def _header(run: RunConfig, adapter: bool) -> str:
 
 def _method(run: RunConfig) -> str:
     return run.algorithm.name
+
+
+def _warm_start(run: RunConfig, step: int) -> str:
+    """How many of the steps were supervised ones before the method's own."""
+    before = getattr(run.algorithm.config, "warm_start", None)
+    if before is None:
+        return ""
+    rate = "" if before.lr is None else f" at a learning rate of {before.lr:g}"
+    return f", of which {min(before.max_steps, step)} were a supervised warm start{rate}"
 
 
 def _what(run: RunConfig, adapter: bool) -> str:

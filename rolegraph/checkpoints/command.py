@@ -27,7 +27,9 @@ class _Parser(ArgumentParser):
 
 def main(words: Sequence[str]) -> int:
     """Run the command with these words; 1 where --verify has found a fault."""
-    parser = _Parser(prog="rolegraph checkpoints", description="List, verify and prune the checkpoints of a run.")
+    parser = _Parser(
+        allow_abbrev=False, prog="rolegraph checkpoints", description="List, verify and prune the checkpoints of a run."
+    )
     parser.add_argument("path", help="the folder of a run, its folder checkpoints, or one checkpoint")
     parser.add_argument("--verify", action="store_true", help="compare files with what the marker says of them")
     parser.add_argument("--metric", help="the metric that is shown, and that --keep-best goes by")

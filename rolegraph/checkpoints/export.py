@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 from argparse import ArgumentParser
 from collections.abc import Sequence
@@ -29,9 +30,11 @@ class _Parser(ArgumentParser):
 
 def main(words: Sequence[str]) -> int:
     """Run the command with these words."""
-    parser = _Parser(prog="rolegraph export", description="Write a checkpoint as a Hugging Face folder.")
+    parser = _Parser(
+        allow_abbrev=False, prog="rolegraph export", description="Write a checkpoint as a Hugging Face folder."
+    )
     parser.add_argument("checkpoint", type=Path, help="RUN/checkpoints/step-N, or the folder of a run: its newest one")
-    parser.add_argument("out", type=Path, help="the folder to write, which is not there yet")
+    parser.add_argument("out", type=Path, help="the folder to write, which is not there yet, or empty")
     parser.add_argument("--adapter", action="store_true", help="the adapter alone, as PEFT reads it")
     parser.add_argument("--config-dir", metavar="DIR", help="where the run had config groups and modules of its own")
     given = parser.parse_args(list(words))
@@ -67,7 +70,7 @@ async def exported(
         raise CheckpointError(f"{found.path} is of a run that trained nothing")
     if adapter and getattr(run.roles["train"].config, "tuner_type", "full") == "full":
         raise ConfigError("the run trained all weights, and has no adapter: leave out --adapter")
-    part = out.with_name(f".{out.name}.part")
+    part = out.with_name(f".{out.name}.part-{os.getpid()}")
     shutil.rmtree(part, ignore_errors=True)
     part.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -75,9 +78,8 @@ async def exported(
         if adapter and (base := base_name(run)) is not None:
             _name_base(part / "adapter_config.json", base)
         write_card(part, run, step=found.step, metrics=found.metrics, adapter=adapter)
-        if out.exists():
-            out.rmdir()
-        part.rename(out)
+        _free(out)  # another export may have been faster
+        part.replace(out)
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return found.step

@@ -112,7 +112,10 @@ class EvalSetConfig:
         for index, word in enumerate(self.metrics or ()):
             key, found = f"{self.node}.metrics[{index}]", measure(word)
             if found is None:
-                yield f"{key}: {word!r} is no metric: write pass@K or mean@K, as in pass@{self.samples}"
+                hint = f"set {self.node}.loss=true" if word == "loss" else "write pass@K or mean@K"
+                yield f"{key}: {word!r} is no metric: {hint}" + (
+                    "" if word == "loss" else f", as in pass@{self.samples}"
+                )
             elif found.k > self.samples:
                 yield (
                     f"{key}: {word} needs {found.k} responses a prompt, and {self.node}.n={self.samples}: set "

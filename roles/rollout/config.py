@@ -78,9 +78,11 @@ class VLLMEngineConfig:
     def check(self, run: RunConfig) -> Iterator[str]:
         """What does not go together with the rest of the run."""
         if not run.use_ray and "train" in run.roles:
+            instead = ", or rollout=huggingface" if self.node == "rollout" else ""
             yield (
-                "use_ray=false puts all roles in one process, and vLLM and Megatron-core both need that process's "
-                "torch.distributed for themselves: set use_ray=true (algorithm=sft and algorithm=pt run without Ray)"
+                "use_ray=false puts all roles in one process, and vLLM and a train role both need that process's "
+                f"torch.distributed for themselves: set use_ray=true{instead} (algorithm=sft and algorithm=pt run "
+                "without Ray)"
             )
 
     def problems(self) -> list[str]:

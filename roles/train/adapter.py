@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from rolegraph.values import AdapterInfo
-from roles.train.hf_folder import Export, on_first_rank
+from roles.train.hf_folder import Export, on_first_rank, save_weights
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -67,7 +66,7 @@ def write_adapter(export: AdapterExport, folder: str, *, base: str) -> None:
     def write(tensors: Iterator[tuple[str, Tensor]]) -> None:
         held = {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors}
         Path(folder).mkdir(parents=True, exist_ok=True)
-        save_file(held, Path(folder) / "adapter_model.safetensors", metadata={"format": "pt"})
+        save_weights(held, str(Path(folder) / "adapter_model.safetensors"))
         peft_config(export.info, base).save_pretrained(folder)
 
     on_first_rank(write, export.tensors(), folder)

@@ -54,6 +54,14 @@ def write_folder(export: Export, folder: str, *, source: str, hf_config: Any, dt
     on_first_rank(write, export.tensors(), folder)
 
 
+def save_weights(tensors: dict[str, Tensor], path: str) -> None:
+    """A file of safetensors with the rights that other new files have here: the library's own lets nobody else read."""
+    save_file(tensors, path, metadata={"format": "pt"})
+    mask = os.umask(0)
+    os.umask(mask)
+    Path(path).chmod(0o666 & ~mask)
+
+
 def on_first_rank(
     write: Callable[[Iterator[tuple[str, Tensor]]], None], tensors: Iterator[tuple[str, Tensor]], folder: str
 ) -> None:
@@ -98,7 +106,7 @@ def _write_shards(manifest: list[TensorInfo], tensors: Iterator[tuple[str, Tenso
         # Views of live or reused memory: safetensors wants tensors of their own.
         held[name] = tensor.cpu().clone(memory_format=torch.contiguous_format)
         if len(held) == len(wanted):
-            save_file(held, os.path.join(folder, file), metadata={"format": "pt"})
+            save_weights(held, os.path.join(folder, file))
             held = {}
             file, wanted = next(pending, ("", []))
     if len(files) > 1:

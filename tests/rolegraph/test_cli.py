@@ -121,6 +121,18 @@ def test_multirun(runs: list[RunConfig], capsys: pytest.CaptureFixture[str]) -> 
     assert "train.dtype=float31" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("chekpoints", "did you mean `rolegraph checkpoints`?"),
+        ("frobnicate", "the commands are run, plan, eval, checkpoints, export"),
+    ],
+)
+def test_a_command_that_is_not_there(word: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.dispatch([word]) == 2
+    assert hint in capsys.readouterr().out
+
+
 def test_a_sweep_ends_with_the_job_that_a_signal_has_stopped(
     runs: list[RunConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
@@ -14,7 +15,7 @@ import pytest
 
 from rolegraph.errors import PlanError, RoleError, RoleGraphError
 from rolegraph.graph import GraphOptions, RoleGraph
-from rolegraph.host import RoleSpec, process_env
+from rolegraph.host import RoleSpec, last_line, process_env
 from rolegraph.placement import Plan
 from rolegraph.role import Role
 from tests.rolegraph.fakes import Fake, Plain, batch_of, plan_of, spec_of
@@ -160,3 +161,12 @@ async def test_a_setup_that_hangs_is_ended_by_its_deadline_with_where_it_hangs()
     )
     assert "setup() has run for 0 s and is at" in message
     assert "self.config.wait()" in message
+
+
+def test_the_last_line_of_a_log_is_one_of_this_start(tmp_path: Path) -> None:
+    log = tmp_path / "rollout-0.log"
+    assert last_line(str(log), since=0.0) == last_line(None, since=0.0) == ""
+    log.write_text("loading\n  compiling \n\n")
+    assert last_line(str(log), since=0.0) == "compiling"
+    os.utime(log, (100.0, 100.0))
+    assert last_line(str(log), since=200.0) == "", "an earlier run in this folder wrote it"

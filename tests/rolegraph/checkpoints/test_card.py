@@ -66,3 +66,12 @@ def test_a_made_model_and_a_task_are_named_by_what_makes_them() -> None:
     assert "reasoning-gym's `chain_sum`" in text
     assert text.index("reward/mean") < text.index("| a |")
     assert header(text)["tags"] == ["rolegraph", "grpo"]
+
+
+def test_the_steps_of_a_warm_start_are_told_apart() -> None:
+    run = load(["experiment=quickstart"]).run
+    assert "30 optimizer steps, of which 28 were a supervised warm start at a learning rate of 0.001." in card(
+        run, step=30, metrics={}
+    )
+    assert "5 optimizer steps, of which 5 were" in card(run, step=5, metrics={})
+    assert "warm start" not in card(load(["algorithm=grpo"]).run, step=30, metrics={})

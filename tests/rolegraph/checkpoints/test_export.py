@@ -93,6 +93,20 @@ def test_what_is_there_already_stays(run_dir: Path, tmp_path: Path) -> None:
     export(run_dir, tmp_path / "out")  # an empty folder is as good as none
 
 
+def test_an_export_beside_another_into_one_folder_takes_nothing_from_it(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other(part: Path, *_: Any, **__: Any) -> None:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "model").write_text("the other's")
+
+    monkeypatch.setattr("rolegraph.checkpoints.export.write_card", other)
+    with pytest.raises(CheckpointError, match="out is there already"):
+        export(run_dir, tmp_path / "out")
+    assert (tmp_path / "out" / "model").read_text() == "the other's"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "out", "run"]
+
+
 def test_an_export_that_fails_leaves_nothing(run_dir: Path, tmp_path: Path) -> None:
     (run_dir / "checkpoints" / "step-10" / "train" / "weights").write_text("broken")
     with pytest.raises(RoleError, match="no room"):
