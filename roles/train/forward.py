@@ -75,10 +75,11 @@ class Forward:
         group = self.passes.vocab_group
         if self.passes.last_stage:
             whole = self.passes.head().weight.contiguous()
+            parts = [whole]
             if group is not None:
                 parts = [torch.empty_like(whole) for _ in range(group.size())]
                 dist.all_gather(parts, whole, group=group)
-                whole = torch.cat(parts)
+            whole = torch.cat(parts)  # a copy where there is one part too: later steps do not change it
         return self.passes.on_every_stage(lambda: whole.cpu())  # type: ignore[no-any-return]
 
     def _plan(self, batch: Batch) -> Plan:

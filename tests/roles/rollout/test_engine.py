@@ -31,7 +31,10 @@ class FakeEngine:
     def get_supported_tasks(self) -> tuple[str, ...]:
         return ("generate",)
 
-    def process_inputs(self, key: str, prompt: dict[str, Any], params: Any, *, supported_tasks: Any) -> Any:
+    def process_inputs(
+        self, key: str, prompt: dict[str, Any], params: Any, *, lora_request: Any, supported_tasks: Any
+    ) -> Any:
+        assert lora_request is None
         assert supported_tasks == ("generate",)
         if params == "bad":
             raise ValueError("a bad request")
