@@ -124,7 +124,7 @@ async def test_a_slow_start_tells_where_it_is_and_the_end_of_its_log(tmp_path: P
         assert not starting.done()
         await asyncio.sleep(0.1)
     assert graph.still_starting() == ["fake (its log ends: asking the hub for weights)"]
-    group = RoleGroup(Fake, graph._launched[1:], Mesh())
+    group = RoleGroup(Fake, graph._launcher.launched[1:], Mesh())
     message = str(await group.explain_slow_start("it is slow"))
     starting.cancel()
     assert "role fake rank 1 on" in message
