@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from rolegraph.batch import Batch
 from rolegraph.errors import CheckpointError
+from rolegraph.tasks import on_this_node, received, sent
 from rolegraph.transit import Payload, decode_arguments, encode_arguments
 
 SHARD_ROWS = 64
@@ -45,7 +46,7 @@ async def write_rows(rows: Mapping[str, Batch], folder: Path, *, use_ray: bool) 
             await asyncio.to_thread(_write, batch, path)
             continue
         payload, refs = encode_arguments("write", (batch, path), {})
-        if (fault := await _task(_write_task, payload, *refs)) is not None:
+        if (fault := await on_this_node(_write_task, max_retries=0).remote(payload, *refs)) is not None:
             raise OSError(fault)
 
 
@@ -58,7 +59,7 @@ async def read_rows(folder: Path, *, use_ray: bool) -> dict[str, Batch]:
     for path in await asyncio.to_thread(_files, folder):
         try:
             if use_ray:
-                stream = _remote(_read_task, num_returns="streaming").remote(str(path))
+                stream = on_this_node(_read_task, num_returns="streaming", max_retries=0).remote(str(path))
                 found[path.stem] = await asyncio.to_thread(_joined, stream)
             else:
                 found[path.stem] = Batch.from_table(await asyncio.to_thread(_read, str(path)))
@@ -92,35 +93,14 @@ def _write_task(payload: Payload, *objects: Any) -> str | None:
 
 
 def _read_task(path: str) -> Iterator[Any]:
-    """For each shard its light part and its heavy columns, as objects that outlive this task."""
     rows = Batch.from_table(_read(path))
-    for start in range(0, max(len(rows), 1), SHARD_ROWS):
-        light, heavy = rows.slice(start, start + SHARD_ROWS).to_parts()
-        yield light
-        yield heavy
+    yield from sent(rows.slice(start, start + SHARD_ROWS) for start in range(0, max(len(rows), 1), SHARD_ROWS))
 
 
 def _joined(stream: Any) -> Batch:
-    import ray
     from ray.exceptions import RayTaskError
 
-    shards: list[Batch] = []
     try:
-        while (light := next(stream, None)) is not None:
-            shards.append(Batch.from_parts(ray.get(light), next(stream)))
+        return received(stream)
     except RayTaskError as error:
         raise OSError(str(error.cause)) from error
-    return Batch.concat(shards)
-
-
-async def _task(function: Any, *args: Any) -> Any:
-    return await _remote(function).remote(*args)
-
-
-def _remote(function: Any, **options: Any) -> Any:
-    """A Ray task on this node, whose files it reads and writes, which waits for nobody's cores."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=here, **options)

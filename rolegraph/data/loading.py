@@ -14,6 +14,7 @@ from rolegraph.data.config import DataConfig
 from rolegraph.data.dataset import Dataset
 from rolegraph.data.rows import Needs
 from rolegraph.errors import DataError
+from rolegraph.tasks import on_this_node, received, sent
 
 if TYPE_CHECKING:
     from ray import ObjectRefGenerator
@@ -45,13 +46,8 @@ def load(
 
 def submit(config: DataConfig, model_path: str, needs: Needs = "prompt", *, keep_exact: bool = False) -> Pending:
     """Start loading in a Ray task on this node, whose files it reads; `result` waits for it."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    # No CPU is asked for: the roles' placement groups may hold all of them, and the task would wait for ever.
     # What takes a process down (memory, as a rule) does so again, and Ray would try for ever.
-    task = ray.remote(_build_task).options(num_returns="streaming", num_cpus=0, max_retries=0, scheduling_strategy=here)
+    task = on_this_node(_build_task, num_returns="streaming", max_retries=0)
     config = _absolute(config)
     return Pending(task.remote(config, model_path, needs, keep_exact), config)
 
@@ -68,18 +64,16 @@ class Pending:
         import ray
         from ray.exceptions import NodeDiedError, OutOfMemoryError, RayTaskError, WorkerCrashedError
 
-        shards: list[Batch] = []
         try:
             report = ray.get(next(self._stream))
-            while (light := next(self._stream, None)) is not None:
-                shards.append(Batch.from_parts(ray.get(light), next(self._stream)))
+            rows = received(self._stream)
         except RayTaskError as error:
             if isinstance(error.cause, DataError):
                 raise error.cause from None
             raise
         except (OutOfMemoryError, WorkerCrashedError, NodeDiedError) as error:
             raise DataError(_killed(self._config, error)) from error
-        return _dataset(Batch.concat(shards), report, self._config)
+        return _dataset(rows, report, self._config)
 
 
 def _killed(config: DataConfig, error: Exception) -> str:
@@ -101,14 +95,10 @@ def _killed(config: DataConfig, error: Exception) -> str:
 
 
 def _build_task(config: DataConfig, model_path: str, needs: Needs, keep_exact: bool) -> Iterator[Any]:
-    """The report, then for each shard its light part and its heavy columns, as objects that outlive this task."""
+    """The report, then the shards."""
     shards, report = build(config, model_path, needs, keep_exact=keep_exact)
     yield report
-    for shard in shards:
-        # Ray resumes the generator with `send`, which the iterator of a tuple that is delegated to does not have.
-        light, heavy = shard.to_parts()
-        yield light
-        yield heavy
+    yield from sent(shards)
 
 
 def _dataset(rows: Batch, report: Any, config: DataConfig) -> Dataset:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rolegraph.batch import Batch
+from rolegraph.tasks import on_this_node
 from rolegraph.transit import Payload, decode_arguments, encode_arguments
 
 if TYPE_CHECKING:
@@ -33,14 +34,8 @@ class SampleFiles:
             except OSError as error:
                 self._faults.append(str(error))
             return
-        import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         payload, refs = encode_arguments("save", (batch, path), {})
-        self._writing.append(
-            ray.remote(_write_task).options(num_cpus=0, scheduling_strategy=here).remote(payload, *refs)
-        )
+        self._writing.append(on_this_node(_write_task).remote(payload, *refs))
 
     def faults(self, wait_s: float = 0.0) -> list[str]:
         """What went wrong since the last call, after waiting for files that are being written."""
