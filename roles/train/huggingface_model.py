@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import is_flash_attn_2_available
 
-from rolegraph.errors import ConfigError, RoleGraphError
+from rolegraph.errors import ConfigError
 from rolegraph.interfaces import AdapterInfo, PolicyWeights
 from rolegraph.role import RoleContext
 from roles.frozen import ONE_LOADS
@@ -26,6 +26,7 @@ from roles.logits import HeadRule, head_rule
 from roles.train import huggingface_lora as lora
 from roles.train import process_group
 from roles.train.config import HuggingFaceTrainConfig
+from roles.train.kept import kept_weights
 
 _log = logging.getLogger(__name__)
 
@@ -181,16 +182,7 @@ class HFPolicy:
 
     def _kept(self, weights: PolicyWeights) -> dict[str, Tensor] | None:
         """Null for the weights of now."""
-        if weights == "current":
-            return None
-        kept = self.reference if weights == "initial" else self.average
-        if kept is None:
-            raise RoleGraphError(
-                "no reference weights are kept: set train.reference=initial, or call save_reference() first"
-                if weights == "initial"
-                else "no average of the weights is kept: call average_weights() first"
-            )
-        return kept
+        return kept_weights(weights, self.reference, self.average)
 
 
 def held(policy: HFPolicy) -> dict[str, Iterable[Tensor]]:

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig
 
-from rolegraph.errors import RoleGraphError
 from rolegraph.interfaces import PolicyWeights
 from rolegraph.role import RoleContext
-from roles.train import shim
+from roles.train import process_group, shim
 from roles.train.config import MegatronModelConfig, MegatronTrainConfig
+from roles.train.kept import kept_weights
 
 with shim.quick_import():
     from mbridge.core.safetensor_io import SafeTensorIO
@@ -39,7 +36,6 @@ with shim.quick_import():
 shim.install()
 
 _log = logging.getLogger(__name__)
-_COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]
@@ -162,16 +158,7 @@ class Policy(Model):
 
     def _kept(self, weights: PolicyWeights) -> dict[str, Tensor] | None:
         """Null for the weights of now."""
-        if weights == "current":
-            return None
-        kept = self.reference if weights == "initial" else self.average
-        if kept is None:
-            raise RoleGraphError(
-                "no reference weights are kept: set train.reference=initial, or call save_reference() first"
-                if weights == "initial"
-                else "no average of the weights is kept: call average_weights() first"
-            )
-        return kept
+        return kept_weights(weights, self.reference, self.average)
 
 
 def build_policy(config: MegatronTrainConfig, context: RoleContext) -> Policy:
@@ -222,16 +209,7 @@ def build_model(config: MegatronModelConfig, context: RoleContext) -> Model:
 
 def _join(config: MegatronModelConfig, context: RoleContext) -> None:
     """Start torch's default process group and Megatron's groups in it."""
-    if context.master_addr in ("127.0.0.1", "localhost"):
-        # gloo would look up this host's own name, which need not lead back here.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        "nccl" if context.device == "cuda" else "gloo",
-        init_method=f"tcp://{context.master_addr}:{context.master_port}",
-        rank=context.rank,
-        world_size=context.world_size,
-        timeout=_COLLECTIVE_TIMEOUT,
-    )
+    process_group.join(context)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
@@ -246,8 +224,7 @@ def leave() -> None:
     """Take down the process groups, so that the process can join others."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    process_group.leave()
 
 
 def _build_model(bridge: bridges.PolicyBridge, *, adapted: bool) -> PolicyModel:
