@@ -20,9 +20,9 @@ from torch import Tensor
 
 from roles.train import optimizer_state, shim
 from roles.train.adapter import tensor_name
-from roles.train.checkpoint_folder import INCIDENTAL, broken, common_of, differences, told_apart
+from roles.train.checkpoint_folder import COMMON, INCIDENTAL, broken, common_of, differences, told_apart
 from roles.train.model import Policy, load_weights
-from roles.train.saving import Saving, agree
+from roles.train.saving import Saver, agree
 from roles.train.trainer import Trainer
 
 with shim.quick_import():
@@ -42,23 +42,17 @@ shim.install()
 _log = logging.getLogger(__name__)
 Sharded = Any  # a ShardedTensor or a ShardedTensorFactory; megatron-core has no types
 
-COMMON = "common.pt"
 FORMAT = 1
 """Of what `common.pt` holds under `rolegraph`."""
 
 
-class Checkpoint:
+class Checkpoint(Saver):
     """Saves and loads a policy and its trainer; every method but `is_writing` is called by all ranks."""
 
     def __init__(self, policy: Policy, trainer: Trainer) -> None:
+        super().__init__()
         self._policy = policy
         self._trainer = trainer
-        self._saving = Saving()
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether this rank still writes; may be asked from any thread."""
-        return self._saving.is_writing
 
     def save(self, folder: Path) -> None:
         """See `TrainRole.save`."""
@@ -66,8 +60,7 @@ class Checkpoint:
         tree, _ = save_preprocess(self._tree(common), validate_access_integrity=False)
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(tree, keep_only_main_replica=True)
         planner = MCoreSavePlanner(can_run_decentralized_global_plan=False, flatten_state_dict=False)
-        beside = partial(torch.save, {"rolegraph": common}, folder / COMMON) if dist.get_rank() == 0 else None
-        self._saving.begin(folder, mcore_to_pyt_state_dict(by_key), planner, beside=beside)
+        self._saving.begin(folder, mcore_to_pyt_state_dict(by_key), planner, beside=self._beside(common, folder))
         self._complete: Callable[[], None] = partial(save_config, CheckpointingConfig("torch_dist"), str(folder))
 
     def finish(self) -> None:

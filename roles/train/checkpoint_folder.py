@@ -10,6 +10,8 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+COMMON = "common.pt"
+"""What all ranks agree on."""
 INCIDENTAL = ("transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache", "architectures")
 """Settings of a Hugging Face config that do not tell one model from another."""
 

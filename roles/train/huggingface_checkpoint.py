@@ -10,7 +10,6 @@ import dataclasses
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,31 +19,25 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from roles.train.checkpoint_folder import INCIDENTAL, broken, common_of, differences, told_apart
+from roles.train.checkpoint_folder import COMMON, INCIDENTAL, broken, common_of, differences, told_apart
 from roles.train.huggingface_model import HFPolicy, like
-from roles.train.saving import Saving, agree
+from roles.train.saving import Saver, agree
 from roles.train.trainer import Trainer
 
 _log = logging.getLogger(__name__)
 
-COMMON = "common.pt"
 FORMAT = "huggingface-1"
 """Of what `common.pt` holds under `rolegraph`."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class HFCheckpoint:
+class HFCheckpoint(Saver):
     """Saves and loads a policy and its trainer; every method but `is_writing` is called by all ranks."""
 
     def __init__(self, policy: HFPolicy, trainer: Trainer) -> None:
+        super().__init__()
         self._policy = policy
         self._trainer = trainer
-        self._saving = Saving()
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether this rank still writes; may be asked from any thread."""
-        return self._saving.is_writing
 
     def save(self, folder: Path) -> None:
         """See `TrainRole.save`."""
@@ -55,8 +48,7 @@ class HFCheckpoint:
             if common[kind]:
                 state |= self._kept(kind, getattr(policy, kind))
         state |= {f"rng.{name}.{dist.get_rank()}": value for name, value in _random_states().items()}
-        beside = partial(torch.save, {"rolegraph": common}, folder / COMMON) if dist.get_rank() == 0 else None
-        self._saving.begin(folder, state, DefaultSavePlanner(), beside=beside)
+        self._saving.begin(folder, state, DefaultSavePlanner(), beside=self._beside(common, folder))
 
     def finish(self) -> None:
         """See `TrainRole.finish_save`."""

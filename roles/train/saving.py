@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from rolegraph.errors import CheckpointError
+from roles.train.checkpoint_folder import COMMON
 
 _log = logging.getLogger(__name__)
 
@@ -151,6 +153,24 @@ class Saving:
         except Exception as error:
             _log.debug("a write failed", exc_info=True)
             self._fault = told(error)
+
+
+class Saver:
+    """What backends' checkpoints have in common: a save that writes beside training, and what all ranks agree on."""
+
+    def __init__(self) -> None:
+        self._saving = Saving()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank still writes; may be asked from any thread."""
+        return self._saving.is_writing
+
+    def _beside(self, common: Mapping[str, Any], folder: Path) -> Callable[[], None] | None:
+        """How rank 0 writes what all agree on; null on the others."""
+        if dist.get_rank() != 0:
+            return None
+        return partial(torch.save, {"rolegraph": common}, folder / COMMON)
 
 
 def agree(what: str, fault: str) -> None:
