@@ -6,8 +6,21 @@ import resource
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+
+
+@contextmanager
+def small_files(most: int) -> Iterator[None]:
+    """While the block runs, no file of this process gets more bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 @contextmanager
@@ -21,14 +34,9 @@ def small_disk(path: Path, free: int) -> Iterator[bool]:
     mounted = not subprocess.run(
         ["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(path)], capture_output=True, check=False
     ).returncode
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    if not mounted:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (free, limits[1]))
     try:
-        yield mounted
+        with nullcontext() if mounted else small_files(free):
+            yield mounted
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
         if mounted:
             subprocess.run(["umount", "-l", str(path)], check=True)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import pickle
-import resource
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rolegraph.errors import CheckpointError
 from rolegraph.role import Mesh, RoleContext
 from roles.train.config import MegatronTrainConfig
+from tests.disks import small_files
 from tests.roles.train.megatron_workers import NLL, OPTIMIZER, grouped, make_batch, part
+from tests.roles.train.processes import leave
 
 BEFORE = [grouped(make_batch(8, 0)), make_batch(8, 1)]
 AFTER = [make_batch(7, 2), grouped(make_batch(8, 3))]
@@ -97,28 +97,13 @@ def _numbers(metrics: dict[str, float]) -> tuple[float, float, float]:
 def _failing(role: Any, folder: Path, rank: int) -> str:
     """The error of a save that rank 1 cannot write."""
     _made(folder)
-    with _little_room() if rank == 1 else _room():
+    with small_files(20_000) if rank == 1 else nullcontext():
         role.save(str(folder))
         try:
             role.finish_save()
         except CheckpointError as error:
             return str(error)
     return ""
-
-
-@contextmanager
-def _little_room() -> Iterator[None]:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-@contextmanager
-def _room() -> Iterator[None]:
-    yield
 
 
 def _made(folder: Path) -> Path:
@@ -131,9 +116,4 @@ def worker(rank: int, layouts: list[Layout], ports: list[int], folder: Path) -> 
     for layout, port in zip(layouts, ports, strict=True):
         if rank >= layout.world:
             continue
-        try:
-            result = run(layout, folder, rank, port)
-        except Exception:
-            result = {"error": traceback.format_exc()}
-        with open(folder / f"{layout.name}-{rank}.pkl", "wb") as out:
-            pickle.dump(result, out)
+        leave(folder / f"{layout.name}-{rank}.pkl", partial(run, layout, folder, rank, port))

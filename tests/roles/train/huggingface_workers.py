@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
-import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from rolegraph.role import Mesh, RoleContext
 from roles.train.config import HuggingFaceTrainConfig
 from tests.roles.train import megatron_workers as shared
 from tests.roles.train.megatron_workers import part
+from tests.roles.train.processes import leave
 
 SETTINGS: dict[str, Any] = {"micro_batch_size": 3, "reference": "initial", **shared.OPTIMIZER}
 
@@ -77,9 +77,4 @@ def held(role: Any) -> dict[str, int]:
 
 def worker(folder: Path, kinds: dict[str, dict[str, Any]], rank: int, world: int, ports: list[int]) -> None:
     for (kind, settings), port in zip(kinds.items(), ports, strict=True):
-        try:
-            result = run(folder, kind, rank, world, port, settings)
-        except Exception:
-            result = {"error": traceback.format_exc()}
-        with open(folder / f"{kind}-{rank}.pkl", "wb") as out:
-            pickle.dump(result, out)
+        leave(folder / f"{kind}-{rank}.pkl", partial(run, folder, kind, rank, world, port, settings))

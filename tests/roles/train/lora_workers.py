@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-import time
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ from rolegraph.role import Mesh, RoleContext
 from roles.train.adapter import first_a
 from roles.train.config import MegatronTrainConfig
 from tests.roles.train.megatron_workers import NLL, OPTIMIZER, Case, _hf_logprobs, grouped, held, make_batch, part
+from tests.roles.train.processes import in_rounds
 
 LORA: dict[str, Any] = {"tuner_type": "lora", "lora_rank": 4, "lora_alpha": 12.0}
 SEED = 11
@@ -72,18 +70,7 @@ def worker(
     slot: int, rounds: Sequence[Sequence[tuple[Case, int]]], ports: Sequence[Sequence[int]], folder: Path
 ) -> None:
     """One process: in each round it is a rank of the case whose slots it lies in."""
-    for cases, round_ports in zip(rounds, ports, strict=True):
-        for (case, first), port in zip(cases, round_ports, strict=True):
-            if not first <= slot < first + case.world:
-                continue
-            started = time.monotonic()
-            try:
-                result = run_case(case, folder, slot - first, port)
-            except Exception:
-                result = {"error": traceback.format_exc()}
-            result["seconds"] = time.monotonic() - started
-            with open(folder / f"{case.name}-{slot - first}.pkl", "wb") as out:
-                pickle.dump(result, out)
+    in_rounds(run_case, slot, rounds, ports, folder)
 
 
 def reference_run(folder: Path, kind: str, **settings: Any) -> dict[str, Any]:

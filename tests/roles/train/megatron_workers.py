@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
 import socket
-import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +19,7 @@ from rolegraph.losses.divergence import generalized_jsd, topk_divergence
 from rolegraph.role import Mesh, RoleContext
 from roles.train.config import MegatronTrainConfig
 from tests.models import VOCAB
+from tests.roles.train.processes import in_rounds
 
 TOPK = 5
 NLL = LossSpec("tests.losses_for_tests.nll")
@@ -219,18 +217,7 @@ def worker(
     slot: int, rounds: Sequence[Sequence[tuple[Case, int]]], ports: Sequence[Sequence[int]], folder: Path
 ) -> None:
     """One process: in each round it is a rank of the case whose slots it lies in."""
-    for cases, round_ports in zip(rounds, ports, strict=True):
-        for (case, first), port in zip(cases, round_ports, strict=True):
-            if not first <= slot < first + case.world:
-                continue
-            started = time.monotonic()
-            try:
-                result = run_case(case, folder, slot - first, port)
-            except Exception:
-                result = {"error": traceback.format_exc()}
-            result["seconds"] = time.monotonic() - started
-            with open(folder / f"{case.name}-{slot - first}.pkl", "wb") as out:
-                pickle.dump(result, out)
+    in_rounds(run_case, slot, rounds, ports, folder)
 
 
 def reference_run(folder: Path, kind: str) -> dict[str, Any]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from tests.models import make_checkpoint
 from tests.roles.train import checkpoint_workers as workers
 from tests.roles.train.checkpoint_workers import Layout
 from tests.roles.train.megatron_workers import free_port
+from tests.roles.train.processes import run_together, seen_by_ranks
 
 pytestmark = pytest.mark.engine
 
@@ -54,29 +54,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """What every rank of every layout saw."""
-    spawn = multiprocessing.get_context("spawn")
     ports = [free_port() for _ in LAYOUTS]
-    processes = [spawn.Process(target=workers.worker, args=(rank, LAYOUTS, ports, folder)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    try:
-        for process in processes:
-            process.join(timeout=240)
-        assert not any(process.is_alive() for process in processes), "a rank hangs"
-    finally:
-        for process in processes:
-            process.kill()
-    seen = {layout.name: [_load(folder, layout, rank) for rank in range(layout.world)] for layout in LAYOUTS}
+    run_together([partial(workers.worker, rank, LAYOUTS, ports, folder) for rank in range(2)])
+    seen = {layout.name: seen_by_ranks(folder, layout) for layout in LAYOUTS}
     for name, ranks in seen.items():
         for rank, each in enumerate(ranks):
             assert "error" not in each, f"{name}, rank {rank}:\n{each.get('error')}"
     return seen
-
-
-def _load(folder: Path, layout: Layout, rank: int) -> dict[str, Any]:
-    with open(folder / f"{layout.name}-{rank}.pkl", "rb") as file:
-        loaded: dict[str, Any] = pickle.load(file)
-    return loaded
 
 
 @pytest.mark.parametrize("layout", LOADED, ids=[layout.name for layout in LOADED])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,39 +13,23 @@ import torch
 from rolegraph.errors import CheckpointError
 from tests.models import make_checkpoint
 from tests.roles.train.megatron_workers import NLL, make_batch
+from tests.roles.train.saves import (
+    SETTINGS,
+    averaged,
+    check_that_a_full_disk_costs_one_save,
+    logprobs,
+    save,
+    train,
+)
 
 pytestmark = pytest.mark.engine
 
 Start = Callable[..., Any]
-SETTINGS: dict[str, Any] = {"warmup_steps": 9, "weight_decay": 0.1, "reference": "initial"}
-LATER = [make_batch(8, seed) for seed in (2, 3)]
 
 
 @pytest.fixture
 def hf(start: Start) -> Start:
     return partial(start, backend="huggingface")
-
-
-def train(role: Any) -> list[tuple[float, float, float]]:
-    """The steps that follow a checkpoint, as far as they differ where anything does."""
-    seen = [role.step(batch, loss=NLL) for batch in LATER]
-    return [(metrics["loss"], metrics["grad_norm"], metrics["lr"]) for metrics in seen]
-
-
-def save(role: Any, folder: Path) -> Path:
-    folder.mkdir()
-    role.save(str(folder))
-    role.finish_save()
-    return folder
-
-
-def logprobs(role: Any, *, reference: bool = False) -> Any:
-    column = "ref_logprobs" if reference else "logprobs"
-    return role.logprobs(LATER[0], reference=reference).ragged(column).values
-
-
-def averaged(role: Any) -> Any:
-    return role.teach(LATER[0], weights="average").ragged("teacher_token_logprobs").values
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -140,25 +122,4 @@ def test_a_checkpoint_of_another_backend_is_refused(hf: Start, tmp_path: Path) -
 
 
 def test_a_write_that_fails_is_told_and_the_next_one_succeeds(hf: Start, tmp_path: Path) -> None:
-    """A limit on the size of files plays the full disk."""
-    role = hf(**SETTINGS)
-    role.step(make_batch(8, 0), loss=NLL)
-    folder = tmp_path / "first"
-    folder.mkdir()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-    try:
-        role.save(str(folder))
-        deadline = time.monotonic() + 60
-        while role.is_saving() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        with pytest.raises(CheckpointError, match=r"not complete: rank 0: File too large"):
-            role.finish_save()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    with pytest.raises(CheckpointError, match="not whole"):
-        role.load(str(folder))
-    folder = save(role, tmp_path / "second")
-    followed = train(role)
-    role.load(str(folder))
-    assert train(role) == followed
+    check_that_a_full_disk_costs_one_save(hf(**SETTINGS), tmp_path)

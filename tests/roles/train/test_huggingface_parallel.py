@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from rolegraph.models.architecture import architecture, read_config
 from rolegraph.placement.memory import Sharded
 from tests.models import make_checkpoint
 from tests.roles.train import huggingface_workers, megatron_workers
+from tests.roles.train.processes import run_together
 
 pytestmark = pytest.mark.engine
 
@@ -40,20 +41,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """What both ranks of each case saw."""
-    spawn = multiprocessing.get_context("spawn")
     ports = [megatron_workers.free_port() for _ in CASES]
-    processes = [
-        spawn.Process(target=huggingface_workers.worker, args=(folder, CASES, rank, 2, ports)) for rank in range(2)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        for process in processes:
-            process.join(timeout=240)
-        assert not any(process.is_alive() for process in processes), "a rank hangs"
-    finally:
-        for process in processes:
-            process.kill()
+    run_together([partial(huggingface_workers.worker, folder, CASES, rank, 2, ports) for rank in range(2)])
     found = {kind: [pickle.loads((folder / f"{kind}-{rank}.pkl").read_bytes()) for rank in range(2)] for kind in CASES}
     for ranks in found.values():
         for rank, seen in enumerate(ranks):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing
-import pickle
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from roles.train.config import MegatronTrainConfig
 from tests.models import make_checkpoint
 from tests.roles.train import lora_workers as workers
 from tests.roles.train.megatron_workers import Case, free_port
+from tests.roles.train.processes import run_together, seen_by_ranks
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -46,27 +45,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(folder: Path) -> Iterator[dict[str, list[dict[str, Any]]]]:
+def runs(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """What every rank of every case saw."""
-    spawn = multiprocessing.get_context("spawn")
     ports = [[free_port() for _ in cases] for cases in ROUNDS]
-    processes = [spawn.Process(target=workers.worker, args=(slot, ROUNDS, ports, folder)) for slot in range(4)]
-    for process in processes:
-        process.start()
-    try:
-        for process in processes:
-            process.join(timeout=240)
-        assert not any(process.is_alive() for process in processes), "a rank hangs"
-        yield {case.name: [_load(folder, case, rank) for rank in range(case.world)] for case in CASES}
-    finally:
-        for process in processes:
-            process.kill()
-
-
-def _load(folder: Path, case: Case, rank: int) -> dict[str, Any]:
-    with open(folder / f"{case.name}-{rank}.pkl", "rb") as file:
-        loaded: dict[str, Any] = pickle.load(file)
-    return loaded
+    run_together([partial(workers.worker, slot, ROUNDS, ports, folder) for slot in range(4)])
+    return {case.name: seen_by_ranks(folder, case) for case in CASES}
 
 
 @pytest.fixture(scope="module")
