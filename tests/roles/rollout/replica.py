@@ -10,8 +10,10 @@ from multiprocessing.managers import BaseManager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from rolegraph.batch import Batch
 from rolegraph.interfaces import AdapterInfo, TensorInfo, TransferGroup
 from rolegraph.role import RoleContext
 from rolegraph.weights import WeightSender, free_port
@@ -80,6 +82,36 @@ def push(
         finally:
             sender.close()
             role.disconnect_weights()
+
+
+QKV = "model.layers.1.self_attn.q_proj.weight"
+
+
+def breaking(tensors: dict[str, torch.Tensor], fault: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a trainer sends whose transfer breaks in the middle: it leaves out a weight, cuts it, or dies of it."""
+    for name, tensor in tensors.items():
+        if name != QKV:
+            yield name, tensor
+        elif fault == "misshapen":
+            yield name, tensor[:5]
+        elif fault == "dies":
+            raise MemoryError("the gather failed")
+
+
+def prompts(rows: int = 5) -> Batch:
+    """Rows of random prompts, each longer than the one before."""
+    draw = np.random.default_rng(0)
+    return Batch.from_columns(
+        {
+            "uid": [f"row-{i}" for i in range(rows)],
+            "prompt_ids": [draw.integers(130, 300, 4 + 5 * i).tolist() for i in range(rows)],
+            "answer": list(range(rows)),
+        }
+    )
+
+
+def ids_of(batch: Batch) -> list[list[int]]:
+    return [row.tolist() for row in batch.lists("response_ids")]
 
 
 def logprob_error(folder: str | Path, batch: Any, *, temperature: float, ids: int | None = None) -> float:

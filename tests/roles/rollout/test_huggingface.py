@@ -24,14 +24,22 @@ from roles.rollout import decoding  # noqa: E402
 from roles.rollout.huggingface import HuggingFaceRollout  # noqa: E402
 from roles.rollout.huggingface_config import HuggingFaceRolloutConfig  # noqa: E402
 from tests.models import add_tokenizer, make_checkpoint  # noqa: E402
-from tests.roles.rollout.replica import checkpoint_tensors, logprob_error, manifest_of, push  # noqa: E402
+from tests.roles.rollout.replica import (  # noqa: E402
+    QKV,
+    breaking,
+    checkpoint_tensors,
+    ids_of,
+    logprob_error,
+    manifest_of,
+    prompts,
+    push,
+)
 
 pytestmark = pytest.mark.engine
 
 MODEL_IDS, TOKENIZER_IDS = 400, 300
 ENDS = [1, *range(100, 110)]
 SAMPLING = SamplingParams(n=3, temperature=0.7, max_tokens=12, seed=3)
-QKV = "model.layers.1.self_attn.q_proj.weight"
 
 
 @pytest.fixture(scope="module")
@@ -66,21 +74,6 @@ def role(running: Any, folders: list[str]) -> Any:
     tensors = checkpoint_tensors(folders[0])
     push(running, tensors.items(), manifest_of(tensors), 100)
     return running
-
-
-def prompts(rows: int = 5) -> Batch:
-    draw = np.random.default_rng(0)
-    return Batch.from_columns(
-        {
-            "uid": [f"row-{i}" for i in range(rows)],
-            "prompt_ids": [draw.integers(130, 300, 4 + 5 * i).tolist() for i in range(rows)],
-            "answer": list(range(rows)),
-        }
-    )
-
-
-def ids_of(batch: Batch) -> list[list[int]]:
-    return [row.tolist() for row in batch.lists("response_ids")]
 
 
 def distance(one: Batch, other: Batch) -> float:
@@ -294,18 +287,9 @@ def test_a_sync_that_breaks_half_way_is_named_and_the_next_recovers(role: Any, f
     tensors = checkpoint_tensors(folders[1])
     manifest = manifest_of(tensors)
 
-    def broken() -> Iterator[tuple[str, Any]]:
-        for name, tensor in tensors.items():
-            if name != QKV:
-                yield name, tensor
-            elif fault == "misshapen":
-                yield name, tensor[:5]
-            elif fault == "dies":
-                raise MemoryError("the gather failed")
-
     message = "the gather failed" if fault == "dies" else QKV
     with pytest.raises(WeightSyncError, match=message):
-        push(role, broken(), manifest, 101)
+        push(role, breaking(tensors, fault), manifest, 101)
     with pytest.raises(WeightSyncError, match=f"incomplete until the next sync: .*{message}"):
         role.generate(prompts(), SAMPLING)
     push(role, tensors.items(), manifest, 102)

@@ -23,7 +23,16 @@ from roles.rollout.drawing import sample_seed
 from roles.rollout.huggingface import HuggingFaceRollout
 from roles.rollout.huggingface_config import HuggingFaceRolloutConfig
 from tests.models import add_tokenizer, make_checkpoint
-from tests.roles.rollout.replica import checkpoint_tensors, logprob_error, manifest_of, push, replica
+from tests.roles.rollout.replica import (
+    QKV,
+    breaking,
+    checkpoint_tensors,
+    ids_of,
+    logprob_error,
+    manifest_of,
+    push,
+    replica,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -70,10 +79,6 @@ def fresh(role: Any, folders: list[str]) -> int:
     version = 100
     push(role, tensors.items(), manifest_of(tensors), version)
     return version
-
-
-def ids_of(batch: Batch) -> list[list[int]]:
-    return [row.tolist() for row in batch.lists("response_ids")]
 
 
 def test_logprobs_are_those_of_the_model_at_the_sampling_temperature(role: Any, fresh: int, folders: list[str]) -> None:
@@ -262,9 +267,6 @@ def test_a_sync_in_the_middle_of_a_generation_dates_its_rows(role: Any, fresh: i
     assert set(batch.numpy("response_length")) == {200}
 
 
-QKV = "model.layers.1.self_attn.q_proj.weight"
-
-
 def test_weights_of_another_model_are_refused_before_any_is_loaded(role: Any, fresh: int, folders: list[str]) -> None:
     tensors = checkpoint_tensors(folders[1])
     good = manifest_of(tensors)
@@ -290,18 +292,9 @@ def test_a_sync_that_breaks_half_way_is_named_and_the_next_recovers(
     tensors = checkpoint_tensors(folders[1])
     manifest = manifest_of(tensors)
 
-    def broken() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in tensors.items():
-            if name != QKV:
-                yield name, tensor
-            elif fault == "misshapen":
-                yield name, tensor[:5]
-            elif fault == "dies":
-                raise MemoryError("the gather failed")
-
     message = "the gather failed" if fault == "dies" else QKV
     with pytest.raises(WeightSyncError, match=message):
-        push(role, broken(), manifest, 7)
+        push(role, breaking(tensors, fault), manifest, 7)
     with pytest.raises(WeightSyncError, match=f"incomplete until the next sync: .*{message}"):
         role.generate(prompts(), SAMPLING)
     push(role, tensors.items(), manifest, 8)
@@ -374,12 +367,8 @@ def test_two_tensor_parallel_workers_with_a_tied_head(tmp_path: Path) -> None:
         second = role.generate(prompts(), SAMPLING)
         assert logprob_error(paths[1], second, temperature=0.7) < 1e-4
 
-        def broken() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in tensors.items():
-                yield name, tensor[:5] if name == QKV else tensor
-
         with pytest.raises(WeightSyncError, match=QKV):
-            push(role, broken(), manifest, 2)
+            push(role, breaking(tensors, "misshapen"), manifest, 2)
         push(role, tensors.items(), manifest, 3)
         third = role.generate(prompts(), SAMPLING)
         assert ids_of(third) == ids_of(second)

@@ -14,14 +14,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from rolegraph.batch import Batch  # noqa: E402
 from rolegraph.errors import TurnError  # noqa: E402
 from rolegraph.interfaces import SamplingParams  # noqa: E402
 from rolegraph.role import RoleContext  # noqa: E402
 from roles.sampler.config import HuggingFaceSamplerConfig  # noqa: E402
 from roles.sampler.huggingface import HuggingFaceSampler  # noqa: E402
 from tests.models import add_tokenizer, make_checkpoint  # noqa: E402
-from tests.roles.rollout.replica import logprob_error  # noqa: E402
+from tests.roles.rollout.replica import ids_of, logprob_error, prompts  # noqa: E402
 
 pytestmark = pytest.mark.engine
 
@@ -60,21 +59,6 @@ def sampler(folder: str, **settings: Any) -> Iterator[Any]:
 def role(folder: str) -> Iterator[Any]:
     with sampler(folder) as running:
         yield running
-
-
-def prompts(rows: int = 5) -> Batch:
-    draw = np.random.default_rng(0)
-    return Batch.from_columns(
-        {
-            "uid": [f"row-{i}" for i in range(rows)],
-            "prompt_ids": [draw.integers(130, 300, 4 + 5 * i).tolist() for i in range(rows)],
-            "answer": list(range(rows)),
-        }
-    )
-
-
-def ids_of(batch: Batch) -> list[list[int]]:
-    return [row.tolist() for row in batch.lists("response_ids")]
 
 
 def test_logprobs_are_those_of_the_model_at_the_sampling_temperature(role: Any, folder: str) -> None:

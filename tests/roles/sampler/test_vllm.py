@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rolegraph.batch import Batch
 from rolegraph.errors import TurnError
 from rolegraph.interfaces import SamplingParams
 from tests.models import add_tokenizer, make_checkpoint
-from tests.roles.rollout.replica import logprob_error
+from tests.roles.rollout.replica import ids_of, logprob_error, prompts
 from tests.roles.sampler.engine_process import engine_process
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -35,21 +34,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def role(folder: str) -> Iterator[Any]:
     with engine_process(model=folder) as running:
         yield running
-
-
-def prompts(rows: int = 5) -> Batch:
-    draw = np.random.default_rng(0)
-    return Batch.from_columns(
-        {
-            "uid": [f"row-{i}" for i in range(rows)],
-            "prompt_ids": [draw.integers(130, 300, 4 + 5 * i).tolist() for i in range(rows)],
-            "answer": list(range(rows)),
-        }
-    )
-
-
-def ids_of(batch: Batch) -> list[list[int]]:
-    return [row.tolist() for row in batch.lists("response_ids")]
 
 
 def test_the_columns_and_the_logprobs(role: Any, folder: str) -> None:
