@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from rolegraph.models.config import ModelConfig, folder_of
+from roles.frozen_config import FrozenModelConfig
 
-DType = Literal["auto", "float32", "bfloat16", "float16"]
 PROMPT, RESPONSE = "{prompt}", "{response}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardModelConfig:
+class RewardModelConfig(FrozenModelConfig):
     """A model that reads prompt and response; each replica holds all of it."""
 
     node: ClassVar[str]
@@ -21,21 +21,10 @@ class RewardModelConfig:
     reads_text: ClassVar[bool] = True
     """Told to the rules on lengths: the role tokenises texts itself, and one that is too long has no score."""
 
-    replicas: int | None = None
-    """Copies of the model; each is one actor. Null: derived from `gpus`, or 1."""
-    ranks: int | None = None
-    """Another word for `replicas`; given both, they must agree."""
-    gpus: int | None = None
-    """Devices of all replicas together."""
-    cpus: float | None = None
-    """Cores a replica on a CPU; fractions allowed. Null: derived from the plan."""
-
     model: str | ModelConfig | None = None
     """Hugging Face folder or name of the reward model; it has to be given."""
     policy: str | None = None
     """Folder whose tokenizer turns response ids into text; null: the policy's."""
-    dtype: DType = "auto"
-    """auto: bfloat16 on a GPU, float32 on a CPU."""
     max_tokens_per_micro_batch: int = 4096
     """Tokens in one forward pass, padding counted; a longer row is a pass of its own."""
     max_length: int | None = None

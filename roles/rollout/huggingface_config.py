@@ -7,32 +7,21 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from rolegraph.models.config import ModelConfig, folder_of
-
-DType = Literal["auto", "float32", "bfloat16", "float16"]
+from roles.frozen_config import FrozenModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class HuggingFaceDrawingConfig:
+class HuggingFaceDrawingConfig(FrozenModelConfig):
     """Any causal language model that transformers knows; each replica holds all of it."""
 
     node: ClassVar[str]
     """The role's name in the config, for messages."""
 
-    replicas: int | None = None
-    """Copies of the model; each is one actor. Null: derived from `gpus`, or 1."""
-    ranks: int | None = None
-    """Another word for `replicas`; given both, they must agree."""
-    gpus: int | None = None
-    """Devices of all replicas together."""
-    cpus: float | None = None
-    """Cores a replica on a CPU; fractions allowed. Null: derived from the plan."""
     pipeline_model_parallel_size: int = 1
     """GPUs that a replica's layers are spread over."""
 
     model: str | ModelConfig | None = None
     """Hugging Face folder or name; null: the run's model."""
-    dtype: DType = "auto"
-    """auto: bfloat16 on a GPU, float32 on a CPU."""
     max_num_seqs: int = 32
     """Samples drawn at once, those with prompts of like length together."""
     gpu_memory_utilization: float | None = None

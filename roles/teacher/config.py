@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rolegraph.models.config import ModelConfig, folder_of
+from roles.frozen_config import FrozenModelConfig
 from roles.rollout.config import VLLMEngineConfig
 from roles.train.config import MegatronModelConfig
 
 if TYPE_CHECKING:
     from rolegraph.config.schema import RunConfig
 
-DType = Literal["auto", "float32", "bfloat16", "float16"]
 STEP_TOKENS = 2048
 """Tokens of an engine's step on a GPU, unless `engine_kwargs` says otherwise. Prompt logprobs take a few float32
 logits for each token of a step over the whole vocabulary, which vLLM does not count when it sizes its KV cache: 1.2
@@ -33,7 +33,7 @@ def _steps_aside(role: str, run: RunConfig) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HuggingFaceTeacherConfig:
+class HuggingFaceTeacherConfig(FrozenModelConfig):
     """Any causal language model that transformers knows; each replica holds all of it."""
 
     temperatures: ClassVar[bool] = True
@@ -41,21 +41,11 @@ class HuggingFaceTeacherConfig:
     gives_hidden: ClassVar[bool] = True
     """Told to algorithms: the whole distribution can be had, as hidden states."""
 
-    replicas: int | None = None
-    """Copies of the model; each is one actor. Null: derived from `gpus`, or 1."""
-    ranks: int | None = None
-    """Another word for `replicas`; given both, they must agree."""
-    gpus: int | None = None
-    """Devices of all replicas together."""
-    cpus: float | None = None
-    """Cores a replica on a CPU; fractions allowed. Null: derived from the plan."""
     pipeline_model_parallel_size: int = 1
     """GPUs that a replica's layers are spread over."""
 
     model: str | ModelConfig | None = None
     """Hugging Face folder or name, or a choice as in `model@teacher.model=smollm2_135m`; null: the policy's."""
-    dtype: DType = "auto"
-    """auto: bfloat16 on a GPU, float32 on a CPU."""
     max_tokens_per_micro_batch: int = 4096
     """Tokens in one forward pass, padding counted; a longer row is a pass of its own."""
 
