@@ -228,6 +228,7 @@ def test_a_cpu_says_once_that_nothing_moves(start: Start, caplog: pytest.LogCapt
         for _ in range(3):
             role.offload(True, True)
             role.onload(True, True)
-    assert [record.message for record in caplog.records] == [
+    # By the logger: other libraries log here too wherever an earlier test has let them.
+    assert [record.message for record in caplog.records if record.name == "roles.train.offload"] == [
         "offloading moves nothing on a CPU, where host memory is all there is"
     ]
