@@ -98,6 +98,8 @@ class Checkpointer(Hook):
         """Save where that is due, or where the run was asked to stop. Raises StoppedError then."""
         number = algorithm.job.telemetry.last_step
         self._learn(step, number)
+        if step.is_main:
+            self._look_for_metric(algorithm)
         asked = self.stop.asked
         if asked or number % cast(int, self.config.every) == 0:
             self._is_ending = asked
@@ -138,7 +140,6 @@ class Checkpointer(Hook):
         """Begin a checkpoint of now, once the one before it is written; returns when training may go on."""
         await self.settled()
         content = self._content(algorithm)
-        self._look_for_metric(algorithm)
         path = folder.folder_of(self.run_dir, content.step)
         try:
             await asyncio.to_thread(folder.begin, self.run_dir, content.step)
@@ -173,10 +174,14 @@ class Checkpointer(Hook):
             tell(f"the model card {of} was not written: {type(error).__name__}: {error}")
 
     def _look_for_metric(self, algorithm: Algorithm) -> None:
-        """Say once, at the first checkpoint, that no step has had `metric`."""
-        name, looked = self.config.metric, self._has_looked
+        """Say once, behind the first step that could have had `metric`, that none has."""
+        name = self.config.metric
+        if name is None or self._has_looked:
+            return
+        if name.startswith("eval/") and not any(each.startswith("eval/") for each in self.metrics):
+            return  # nothing was evaluated yet
         self._has_looked = True
-        if looked or name is None or name in self.metrics:
+        if name in self.metrics:
             return
         near = difflib.get_close_matches(name, sorted(self.metrics), n=3, cutoff=0.5)
         there = f"; close to it are {', '.join(near)}" if near else f"; there are {', '.join(sorted(self.metrics))}"

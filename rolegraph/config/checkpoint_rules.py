@@ -63,3 +63,15 @@ def checkpoints_that_stay(run: RunConfig) -> Iterator[str]:
     for name in ("metric", "best"):
         if name in changed and not said.keep_best:
             yield f"checkpoint.{name} has no effect with keep_best=0: set checkpoint.keep_best, or remove it"
+    if said.keep_best and said.metric is not None:
+        yield from _measured(run, said.metric)
+
+
+def _measured(run: RunConfig, metric: str) -> Iterator[str]:
+    """Metrics of evaluation are called by their set; what steps measure shows with the first one."""
+    first, _, rest = metric.partition("/")
+    name, sets = rest.partition("/")[0], run.eval.sets
+    if first != "eval" or name in sets:
+        return
+    there = f"eval.sets has {', '.join(sets)}" if sets else "the run has none: choose eval=arithmetic, or add one"
+    yield f"checkpoint.metric={metric} is of an eval set {name!r}, and {there}"

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from rolegraph.algorithms.base import Algorithm
 from rolegraph.algorithms.config import GRPOConfig, SFTConfig, WarmStartConfig
 from rolegraph.algorithms.grpo import GRPO
+from rolegraph.algorithms.hooks import Hook, Step
 from rolegraph.algorithms.sft import SFT
 from rolegraph.batch import Batch
 from rolegraph.checkpoints import folder
@@ -21,6 +23,7 @@ from rolegraph.checkpoints.config import CheckpointConfig
 from rolegraph.checkpoints.hook import Checkpointer
 from rolegraph.checkpoints.state import read_rows, write_rows
 from rolegraph.errors import BadStepsError, RoleError, StoppedError
+from rolegraph.interfaces import Metrics
 from tests.disks import small_disk
 from tests.rolegraph.algorithms.fakes import Train, World
 
@@ -207,6 +210,35 @@ async def test_a_metric_that_no_step_has_is_told_once(tmp_path: Path) -> None:
     (said,) = world.telemetry.events
     assert said.startswith("checkpoint.metric=los: no step so far has it, and no checkpoint is kept for it")
     assert said.endswith("close to it are loss")
+
+
+class Evaluating(Hook):
+    """Measures one set every second step, and notes how many events each step has behind it."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events, self.counts = events, list[int]()
+
+    async def stepped(self, algorithm: Algorithm, step: Step) -> Metrics:
+        return {"eval/sums/pass@1": 0.5} if step.is_main and step.number % 2 == 0 else {}
+
+    async def logged(self, algorithm: Algorithm, step: Step) -> None:
+        self.counts.append(len(self.events))
+
+
+@pytest.mark.parametrize(
+    ("metric", "counts", "near"),
+    [("los", [0, 0, 1, 1, 1], "loss"), ("eval/sums/pass@8", [0, 0, 0, 1, 1], "eval/sums/pass@1")],
+)
+async def test_a_metric_that_no_step_has_is_told_with_the_first_that_could_have_it(
+    tmp_path: Path, metric: str, counts: list[int], near: str
+) -> None:
+    """Behind the steps of a warm start, and for one of evaluation behind the first of those."""
+    world = world_of(tmp_path, steps=3, warm=2, every=100, keep_best=1, metric=metric)
+    evaluating = Evaluating(world.telemetry.events)
+    world.algorithm.job.hooks = (*world.algorithm.job.hooks, evaluating)
+    await run(world)
+    assert evaluating.counts == counts
+    assert f"close to it are {near}" in world.telemetry.events[0]
 
 
 async def test_the_checkpoint_that_a_run_goes_on_from_is_not_written_again(tmp_path: Path) -> None:

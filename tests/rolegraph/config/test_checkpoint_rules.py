@@ -8,6 +8,7 @@ from rolegraph.config import load
 from rolegraph.errors import ConfigError
 from tests.rolegraph.config.conftest import Folder
 
+EVALUATED = ("eval=arithmetic", "rollout=vllm")
 SAMPLING = ("algorithm=sampling", "sampler=vllm", "orm=functions", "reward=exact_match")
 
 
@@ -36,6 +37,14 @@ def faults(*words: str, user: Folder | None = None) -> str:
             ["checkpoint.every=5", "checkpoint.keep_best=1", "checkpoint.metric=loss", "checkpoint.keep_last=null"],
             "checkpoint.keep_best has no effect with keep_last=null",
         ),
+        (
+            ["checkpoint.every=5", "checkpoint.keep_best=1", "checkpoint.metric=eval/sums/pass@1"],
+            "checkpoint.metric=eval/sums/pass@1 is of an eval set 'sums', and the run has none: choose eval=arithmetic",
+        ),
+        (
+            ["checkpoint.every=5", "checkpoint.keep_best=1", "checkpoint.metric=eval/sums/pass@1", *EVALUATED],
+            "checkpoint.metric=eval/sums/pass@1 is of an eval set 'sums', and eval.sets has arithmetic",
+        ),
         (["resume=auto"], "resume=auto goes on in the folder of an earlier run: name that folder, output_dir=..."),
         (["resume='on'"], "resume: 'on' is a string: type true"),
     ],
@@ -47,6 +56,7 @@ def test_what_is_said_of_checkpoints_has_an_effect(words: list[str], message: st
 def test_what_makes_sense_is_taken() -> None:
     words = ["checkpoint.every=5", "checkpoint.keep_best=1", "checkpoint.metric=reward/mean", "checkpoint.best=min"]
     run = load(["algorithm=grpo", *words, "resume=auto", "output_dir=here"]).run
+    load(["algorithm=grpo", *words[:2], "checkpoint.metric=eval/arithmetic/pass@1", "eval=arithmetic"])
     assert (run.checkpoint.every, run.checkpoint.keep_last, run.resume) == (5, 2, "auto")
     assert load(["algorithm=gkd", "teacher=self", "resume=/runs/one/checkpoints/step-5"]).run.resume == (
         "/runs/one/checkpoints/step-5"
