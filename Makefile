@@ -36,7 +36,7 @@ endif
 
 # The tests that need neither Ray nor an engine, and are quick: two files at a time.
 FAST := python -m pytest -n 2 --dist loadfile -m not\ engine\ and\ not\ ray\ and\ not\ slow --durations=5
-REST := python -m pytest -m engine\ or\ ray\ or\ slow --durations=15
+REST := python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m engine\ or\ ray\ or\ slow --durations=15
 
 # Style, types and every test; all of it even where a part fails, and what failed as the last words.
 test: $(STAMP)

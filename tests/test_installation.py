@@ -96,5 +96,5 @@ def test_what_failed_is_said_last_and_stops_nothing(tmp_path: Path) -> None:
     ran = (tmp_path / "ran").read_text().splitlines()
     assert ran[:3] == ["ruff check .", "ruff format --check .", "mypy "]
     assert re.fullmatch(r"python -m pytest -n 2 .* -m not engine and not ray and not slow --durations=\d+", ran[3])
-    assert re.fullmatch(r"python -m pytest -m engine or ray or slow --durations=\d+", ran[4])
+    assert re.fullmatch(r"python -m pytest -n 2 .* -m engine or ray or slow --durations=\d+", ran[4])
     assert len(ran) == 5

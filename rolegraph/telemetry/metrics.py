@@ -110,9 +110,9 @@ class MetricsLog:
         yield from read_metrics(self._path)
         yield from map(json.loads, self._waiting)
 
-    def values(self, name: str, stage: str, last: int) -> list[float]:
-        """One metric over the last so many steps of a stage, as far as it was logged."""
-        rows = [row for row in self._rows() if row.get("stage") == stage][-last:]
+    def values(self, name: str, stage: str | None, last: int) -> list[float]:
+        """One metric over the last so many lines of a stage (null: of all of them), as far as it was logged."""
+        rows = [row for row in self._rows() if stage is None or row.get("stage") == stage][-last:]
         return [float(row[name]) for row in rows if row.get(name) is not None]
 
     def beginning(self, prefix: str) -> dict[int, Mapping[str, float | None]]:

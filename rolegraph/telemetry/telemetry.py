@@ -50,6 +50,8 @@ class Telemetry:
         self.timeline = Timeline(run_dir / "timeline.json", clock, self.event)
         """What each rank and the driver did when; the graph reports its calls here."""
         self._started = self._last_step = clock()
+        self._before = sum(self._log.values("time", None, 1))
+        """Seconds that earlier parts of the run took, as far as their log says."""
         self._first_stage: tuple[float, Mapping[str, float]] | None = None
         """When the first stage began, and how busy each role had been until then."""
         self._busy: dict[str, float] = {}
@@ -154,7 +156,7 @@ class Telemetry:
                 worked = until - busy.get(role, 0.0) - busy_aside.get(role, 0.0)
                 spent[f"idle/{role}"] = max(1 - worked / trained, 0.0)
         counts, self._counts = self._counts, {}
-        record: dict[str, Any] = {**metrics, **counts, **spent, "time": now - self._started}
+        record: dict[str, Any] = {**metrics, **counts, **spent, "time": self._before + now - self._started}
         if "tokens" in metrics and trained > 0:
             record["speed/tokens_per_second"] = metrics["tokens"] / trained
         if "reward/mean" in metrics:
@@ -180,7 +182,7 @@ class Telemetry:
         """Record how good the weights are that the stage begins with: a line of its own, which is no step's."""
         now = self._clock()
         spent = {f"seconds/{name}": seconds for name, seconds in self._seconds.items()}
-        record = {**metrics, **spent, "time": now - self._started}
+        record = {**metrics, **spent, "time": self._before + now - self._started}
         self._log.write(self._offset, {**record, "stage": EVALUATED})
         numbers = {key: value for key, value in record.items() if plain(value) is not None}
         self._track(lambda tracker: tracker.log(self._offset, numbers))

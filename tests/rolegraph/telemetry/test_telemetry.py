@@ -377,6 +377,20 @@ def test_a_run_goes_back_to_an_earlier_step_and_counts_on_from_there(tmp_path: P
     assert names == ["step 8", "step 9", "step 10"]
 
 
+def test_time_goes_on_over_the_parts_of_a_run_with_that_of_steps_taken_twice(tmp_path: Path) -> None:
+    for from_step in (0, 2):
+        clock = Clock()  # each process has one of its own
+        telemetry = Telemetry(tmp_path, clock=clock)
+        telemetry.go_back(from_step)
+        telemetry.stage("grpo", 4, from_step)
+        for step in range(from_step + 1, from_step + 4):
+            clock.now += 10.0
+            telemetry.step(step, {})
+        telemetry.go_back(3)  # a trainer that died does not make the clock jump
+        telemetry.close()
+    assert [row["time"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [10.0, 20.0, 40.0]
+
+
 def test_a_run_that_begins_anew_has_no_line_of_before(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     telemetry = Telemetry(tmp_path)
