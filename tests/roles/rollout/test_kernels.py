@@ -7,7 +7,6 @@ import logging
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
 
 pytestmark = pytest.mark.engine
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("megatron.core")
 
 pytestmark = pytest.mark.engine
 
