@@ -13,6 +13,9 @@ PIP := $(BIN)/python -m pip
 CONSTRAINTS := .ci/constraints-cpu.txt
 INSTALL_CPU := $(PIP) install $(addprefix -c ,$(CONSTRAINTS)) --only-binary :all: --no-binary $(SOURCES) -e ".[cpu,dev,bench,examples]"
 
+# Where the environment forbids byte code, each process of a run would compile all sources again.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: run install test test-fast bench reference clean
 
 run: $(STAMP)

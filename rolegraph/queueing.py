@@ -54,6 +54,8 @@ class _Feeding:
         self.running: dict[asyncio.Future[Any], tuple[Call, Sent, Member]] = {}
         self.done: list[tuple[Call, Any]] = []
         self.load: Counter[int] = Counter()
+        self.lost: dict[int, tuple[int, str]] = {}
+        """By rank, how many rows it did not answer and why, until all its parts have come back."""
         self.last: RoleError | None = None
 
     def send(self) -> None:
@@ -89,9 +91,12 @@ class _Feeding:
                 changed.cancel()
         for future in finished & self.running.keys():
             self._take(future)
+        for rank in [rank for rank in self.lost if not self.load[rank]]:  # once for all parts of a rank
+            role, (count, why) = self.group.role, self.lost.pop(rank)
+            _log.warning("%s rank %d: unanswered rows go back to the queue (%d): %s", role, rank, count, why)
 
     def _take(self, future: asyncio.Future[Any]) -> None:
-        """Keep a part's result, or put the rows of one that died back in front."""
+        """Keep a part's result, or put the rows of one that died back in front, and count them."""
         call, sent, member = self.running.pop(future)
         self.load[call.rank] -= 1
         if not failed(future):
@@ -100,6 +105,6 @@ class _Feeding:
         self.last = self.group.explain(member, cast(Any, future.exception()), self.endpoint.name)
         if member.alive:
             raise self.last from None
-        lost, why = len(cast(Any, call.rows)), reason(self.last.message)
-        _log.warning("%d rows of %s rank %d go back to the queue: %s", lost, self.group.role, call.rank, why)
+        before, _ = self.lost.get(call.rank, (0, ""))
+        self.lost[call.rank] = before + len(cast(Any, call.rows)), reason(self.last.message)
         self.waiting.appendleft(cast(Any, call.rows))

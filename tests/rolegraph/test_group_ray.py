@@ -262,7 +262,9 @@ async def test_plain_overrides_keep_the_options() -> None:
         assert out["seen"].to_pylist() == [True] * 3
 
 
-async def test_rows_of_a_dead_replica_are_neither_lost_nor_repeated(tmp_path: Path) -> None:
+async def test_rows_of_a_dead_replica_are_neither_lost_nor_repeated(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     options = GraphOptions(exp_name="death", run_dir=str(tmp_path))
     async with RoleGraph(plan_of(ranks=2), {"fake": spec_of()}, options) as graph:
         fake = graph.handle("fake", Fake)
@@ -271,6 +273,7 @@ async def test_rows_of_a_dead_replica_are_neither_lost_nor_repeated(tmp_path: Pa
         assert graph.group("fake").alive == (1,)
         assert out["uid"].to_pylist() == local["uid"].to_pylist()
         assert (await out.fetch())["text"].to_pylist() == local["text"].to_pylist()
+        assert caplog.text.count("fake rank 0: unanswered rows go back to the queue") == 1, "one line for all its parts"
         with pytest.raises(RoleError, match=r"no replica is left for \d+ of 40 rows; the last error: the actor died"):
             await fake.die_on(local, "u0", rank=1)
 
