@@ -266,7 +266,11 @@ def build_policy(config: HuggingFaceTrainConfig, context: RoleContext) -> HFPoli
 
 
 def _load(config: HuggingFaceTrainConfig, on_gpu: bool) -> Any:
-    """The whole model in host memory, in the type of the checkpoint; nothing in it draws random numbers."""
+    """The whole model in the type of the checkpoint; nothing in it draws random numbers.
+
+    Its weights are mapped from their files, whose pages the ranks of a host share, until each has cut its part; copies
+    are only what transformers has to convert, as experts that a checkpoint keeps one by one.
+    """
     settings = AutoConfig.from_pretrained(config.folder)
     without_dropout(settings)
     attention = config.attention
