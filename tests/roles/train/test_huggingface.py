@@ -21,7 +21,7 @@ from rolegraph.models.architecture import architecture, read_config
 from rolegraph.placement.memory import Sharded
 from roles.train.config import HuggingFaceTrainConfig
 from roles.train.offload import Offload
-from tests.models import VOCAB
+from tests.models import VOCAB, make_checkpoint
 from tests.roles.train.huggingface_workers import held
 from tests.roles.train.megatron_workers import NLL, OPTIMIZER, grouped, make_batch
 
@@ -363,3 +363,16 @@ def test_refuses_to_pack_where_the_model_does_not_tell_rows_apart(
 def test_refuses(settings: dict[str, Any], message: str) -> None:
     (found,) = HuggingFaceTrainConfig(**settings).problems()
     assert re.search(message, found)
+
+
+def test_the_ranks_of_a_host_share_the_pages_of_the_files_they_read(tmp_path: Path) -> None:
+    """No rank has a whole copy of its own before it keeps its part: weights are mapped, not read."""
+    from roles.train.huggingface_model import _load
+
+    config = HuggingFaceTrainConfig(model=make_checkpoint(tmp_path, "qwen3"), dtype="bfloat16")
+    model = _load(config, on_gpu=False)
+    regions = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    ours = [region[0].split("-") for region in regions if region[-1].startswith(str(tmp_path))]
+    mapped = [range(int(start, 16), int(end, 16)) for start, end in ours]
+    read = [name for name, param in model.named_parameters() if not any(param.data_ptr() in each for each in mapped)]
+    assert read == []
