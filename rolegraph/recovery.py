@@ -99,6 +99,7 @@ class Recovery:
         self._waiters: set[asyncio.Future[bool]] = set()
         """Who is told of the next change, each by a future of its own."""
         self._fault: Exception | None = None
+        self._one_at_a_time = asyncio.Lock()
         self._began: dict[int, float] = {}
         for health in self.health:
             health.started()
@@ -182,9 +183,13 @@ class Recovery:
 
     async def _bring_back(self, unit: int) -> None:
         health = self.health[unit]
+        # Where members have their devices in a turn alone, one joins while all that there are rest; a second would be
+        # one that takes memory meanwhile, and must not move roles out from under the first.
+        alone = self._one_at_a_time if self.rescue.in_turn else contextlib.nullcontext()
         try:
-            while health.state in (State.DEAD, State.JOINING):
-                await (self._start(unit) if health.state is State.DEAD else self._join(unit))
+            async with alone:
+                while health.state in (State.DEAD, State.JOINING):
+                    await (self._start(unit) if health.state is State.DEAD else self._join(unit))
         except asyncio.CancelledError:
             if health.state in (State.STARTING, State.JOINING):
                 self._kill(unit)
@@ -214,14 +219,17 @@ class Recovery:
     async def _join(self, unit: int) -> None:
         """Give a new unit what it needs; where it dies meanwhile, it is dead as others are. Other faults are raised."""
         health = self.health[unit]
+        fault: Exception | None = None
         try:
             await self.rescue.join(self.units[unit])
         except Exception as error:
-            death = await self._death(unit)
-            if death is None:
-                raise
-            self._note_death(unit, death if not isinstance(error, RoleError) else error)
+            fault = error
+        # Asked in any case: what brings all engines up to date passes over those that die meanwhile.
+        if (death := await self._death(unit)) is not None:
+            self._note_death(unit, fault if isinstance(fault, RoleError) else death)
             return
+        if fault is not None:
+            raise fault
         health.joined()
         seconds, most = self._clock() - self._began[unit], self.rescue.max_restarts
         self.rescue.tell(f"{self._name(unit)} works again after {seconds:.1f} s (restart {health.restarts} of {most})")

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from rolegraph.batch import Batch
 from rolegraph.care import RunCare
+from rolegraph.errors import TurnError
 from rolegraph.interfaces import RolloutRole, SamplingParams, TensorInfo, TransferGroup
 from rolegraph.role import endpoint
 from rolegraph.telemetry import Telemetry, read_metrics
@@ -66,21 +68,28 @@ class Engine(RolloutRole):
 
 
 class Moves:
-    """A mover that writes down its calls."""
+    """A mover that takes a moment, writes down its calls, and knows what is away."""
 
     def __init__(self, role: str, calls: list[str]) -> None:
         self.role, self.calls = role, calls
+        self.gone: set[str] = set()
 
     async def away(self, parts: Parts) -> None:
         self.calls.append(f"{self.role} away {' '.join(parts)}")
+        await asyncio.sleep(0.01)
+        self.gone |= set(parts)
 
     async def back(self, parts: Parts) -> None:
         self.calls.append(f"{self.role} back {' '.join(parts)}")
+        await asyncio.sleep(0.01)
+        self.gone -= set(parts)
 
 
-def cared_for(folder: Path, ranks: int = 2, turns: TurnTaker | None = None) -> tuple[Colony, FakeTrain, WeightSync]:
+def cared_for(
+    folder: Path, ranks: int = 2, turns: TurnTaker | None = None, train: FakeTrain | None = None
+) -> tuple[Colony, FakeTrain, WeightSync]:
     """Engines that are started again, their trainer, and the way between them."""
-    colony, train = Colony(Engine, ranks, config={}), FakeTrain()
+    colony, train = Colony(Engine, ranks, config={}), train or FakeTrain()
     care = RunCare(3, turns or TurnTaker(), Telemetry(folder))
     care.sync = WeightSync(train, [colony.group.handle], timeout_s=15)  # type: ignore[arg-type]
     care.rollout = colony.group
@@ -152,16 +161,42 @@ async def test_one_that_dies_while_it_receives_is_left_out_and_comes_back(tmp_pa
     await sync.close()
 
 
-async def test_where_roles_move_all_engines_rest_while_the_trainer_is_there(tmp_path: Path) -> None:
+class MovedTrain(FakeTrain):
+    """Sends only while its model is there."""
+
+    mover: Moves
+
+    async def send_weights(self, bucket_bytes: int, *, adapter: bool = False) -> Any:
+        if "model" in self.mover.gone:
+            await self.disconnect_weights()
+            raise TurnError("the trainer's model is offloaded")
+        return await super().send_weights(bucket_bytes, adapter=adapter)
+
+
+def sharing(folder: Path, ranks: int = 2) -> tuple[Colony, WeightSync, TurnTaker, list[str]]:
+    """Engines and a trainer that move off devices that they share, and the calls of their movers."""
     calls: list[str] = []
     tenants = {
         "train": Tenant({"model": Rest.HOST, "optimizer": Rest.HOST}),
         "rollout": Tenant({"weights": Rest.LOST, "kv_cache": Rest.EMPTY}, is_whole=True),
     }
-    turns = TurnTaker(
-        Turns([("train", "rollout")], tenants), {role: Moves(role, calls) for role in ("train", "rollout")}
-    )
-    colony, _, sync = cared_for(tmp_path, turns=turns)
+    movers = {role: Moves(role, calls) for role in ("train", "rollout")}
+    turns = TurnTaker(Turns([("train", "rollout")], tenants), movers)
+    train = MovedTrain()
+    train.mover = movers["train"]
+    colony, _, sync = cared_for(folder, ranks, turns, train)
+    return colony, sync, turns, calls
+
+
+JOINED = (
+    "rollout away weights kv_cache", "train back model", "rollout back weights", "train away model",
+    "rollout back kv_cache",
+)  # fmt: skip
+"""The moves around the transfer to an engine that joins."""
+
+
+async def test_where_roles_move_all_engines_rest_while_the_trainer_is_there(tmp_path: Path) -> None:
+    colony, sync, turns, calls = sharing(tmp_path)
     async with turns.take("sync", PHASES["sync"]):
         await sync.sync()
     async with turns.take("generate", PHASES["generate"]):
@@ -169,10 +204,7 @@ async def test_where_roles_move_all_engines_rest_while_the_trainer_is_there(tmp_
         colony.config["u3"] = 1
         assert await drawn(colony, rows=12) == {1}
         assert colony.group.alive == (0, 1), "a call ends after what was started"
-        assert calls == [
-            "rollout away weights kv_cache", "train back model", "rollout back weights",
-            "train away model", "rollout back kv_cache",
-        ]  # fmt: skip
+        assert calls == list(JOINED)
         assert [engine.version for engine in engines(colony)] == [1, 1]
     async with turns.take("train", PHASES["train"]):
         assert calls[-2:] == ["rollout away weights kv_cache", "train back model optimizer"]
@@ -184,6 +216,35 @@ async def test_where_roles_move_all_engines_rest_while_the_trainer_is_there(tmp_
     async with turns.take("generate", PHASES["generate"]):
         assert await drawn(colony, rows=4) == {2}
         assert (colony.restarts, colony.group.alive) == (2, (0, 1))
+    await sync.close()
+
+
+async def test_where_roles_move_engines_that_die_together_join_one_after_another(tmp_path: Path) -> None:
+    """As a row that takes down an engine, and then the one that gets it next."""
+    colony, sync, turns, calls = sharing(tmp_path)
+    async with turns.take("sync", PHASES["sync"]):
+        await sync.sync()
+    async with turns.take("generate", PHASES["generate"]):
+        calls.clear()
+        colony.config["u3"] = 2
+        assert await drawn(colony, rows=12) == {1}
+        assert (colony.restarts, colony.group.alive) == (2, (0, 1))
+        assert calls == [*JOINED, *JOINED]
+        assert [engine.version for engine in engines(colony)] == [1, 1]
+    await sync.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_where_roles_move_one_that_dies_as_it_joins_is_started_once_more(tmp_path: Path, ranks: int) -> None:
+    colony, sync, turns, _ = sharing(tmp_path, ranks)
+    async with turns.take("sync", PHASES["sync"]):
+        await sync.sync()
+    async with turns.take("generate", PHASES["generate"]):
+        colony.config |= {"u3": 1, "receiving": 1}
+        assert await drawn(colony, rows=12) == {1}
+        assert colony.restarts == 2
+        assert colony.group.alive == tuple(range(ranks))
+        assert all(member.alive for member in colony.group.members)
     await sync.close()
 
 
