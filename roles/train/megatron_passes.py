@@ -28,6 +28,9 @@ from roles.train.model import Model, Policy
 from roles.train.packing import MicroBatch
 from roles.train.passes import Finish, Layout, Learner, Passes
 
+MASTER = "master_param"
+"""Where a precision-aware optimizer keeps the float32 weights, among its moments."""
+
 
 class MegatronPasses(Passes):
     """A `Model` on a mesh of ranks."""
@@ -145,8 +148,9 @@ class MegatronLearner(MegatronPasses, Learner):
 
     def scale_gradients(self, factor: float) -> None:
         """See `Learner.scale_gradients`."""
-        grads = [param.grad for part in self._parts() for param in part.get_parameters() if param.grad is not None]
-        torch._foreach_mul_(grads, factor)
+        found = [_gradient(param) for part in self._parts() for param in part.get_parameters()]
+        if grads := [grad for grad in found if grad is not None]:
+            torch._foreach_mul_(grads, factor)
 
     def apply(self, rate: float) -> None:
         """See `Learner.apply`."""
@@ -160,8 +164,8 @@ class MegatronLearner(MegatronPasses, Learner):
             if part.optimizer is None:
                 continue
             for state in part.optimizer.state.values():
-                for value in state.values():
-                    if torch.is_tensor(value):
+                for name, value in state.items():
+                    if torch.is_tensor(value) and name != MASTER:
                         value.zero_()
             for group in part.optimizer.param_groups:
                 # Transformer Engine's AdamW counts its steps here.
@@ -174,6 +178,12 @@ class MegatronLearner(MegatronPasses, Learner):
     def _parts(self) -> list[Any]:
         optimizer = self._policy.optimizer
         return cast(list[Any], getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def _gradient(param: Any) -> Tensor | None:
+    """What the optimizer steps by: a precision-aware one has gradients of another type than the weights, apart."""
+    decoupled: Tensor | None = getattr(param, "decoupled_grad", None)
+    return param.grad if decoupled is None else decoupled
 
 
 def _packed(micro: MicroBatch) -> PackedSeqParams | None:

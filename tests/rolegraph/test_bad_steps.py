@@ -34,8 +34,9 @@ class Taken:
     def telemetry(self) -> Any:
         return SimpleNamespace(in_log=lambda number: number, event=self.events.append)
 
-    async def step(self, *, bad: bool, seed: int = 0) -> dict[str, float]:
-        metrics: Metrics = {"loss": 0.5, "skipped": float(bad)}
+    async def step(self, *, bad: bool | None, seed: int = 0) -> dict[str, float]:
+        """Null: there was nothing to train on."""
+        metrics: Metrics = {"step/left_out": 1.0} if bad is None else {"loss": 0.5, "skipped": float(bad)}
         number = len(self.lines) + 1
         step = Step("grpo", number, 10, metrics=metrics, batch=batch_of(4, seed=seed))
         line = metrics | await self.hook.stepped(self, step)  # type: ignore[arg-type]
@@ -65,6 +66,14 @@ async def test_too_many_in_a_row_end_the_run_and_the_error_says_where_the_rows_a
         await taken.step(bad=True)
     assert f"their rows are in {tmp_path / 'bad_steps'}" in str(caught.value)
     assert len(taken.lines) == 4, "the last one is in the log"
+
+
+async def test_a_step_without_rows_is_neither_bad_nor_good(tmp_path: Path) -> None:
+    taken = Taken(BadSteps(2, tmp_path, use_ray=False))
+    await taken.step(bad=True)
+    assert "bad_steps" not in await taken.step(bad=None)
+    with pytest.raises(BadStepsError, match="the last 2 steps"):
+        await taken.step(bad=True)
 
 
 async def test_rows_that_could_not_be_saved_are_told_and_stop_nothing(tmp_path: Path) -> None:

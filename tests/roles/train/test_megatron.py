@@ -366,6 +366,28 @@ def test_megatron_fields_reach_model_and_optimizer(start: Start) -> None:
     assert role._policy.optimizer.config.log_num_zeros_in_grad is True
 
 
+def test_a_precision_aware_optimizer_keeps_gradients_apart_and_weights_among_its_moments(start: Start) -> None:
+    """As Transformer Engine's does: clipping reaches its gradients, and a reset leaves its float32 weights."""
+    role = start()
+    role.step(make_batch(6, 0), loss=NLL)
+    learner = role._trainer.passes
+    for part in learner._parts():
+        for param in part.get_parameters():
+            param.grad, param.decoupled_grad = None, torch.ones_like(param)
+        for main, state in part.optimizer.state.items():
+            state["master_param"] = main.detach().clone() + 1
+    learner.scale_gradients(0.25)
+    learner.reset()
+    for part in learner._parts():
+        assert all((param.decoupled_grad == 0.25).all() for param in part.get_parameters())
+        for main, state in part.optimizer.state.items():
+            assert torch.equal(state["master_param"], main + 1)
+            assert not state["exp_avg"].any()
+        for param in part.get_parameters():
+            param.decoupled_grad = None
+    learner.scale_gradients(0.25)  # a stage without gradients of its own
+
+
 def test_the_shim_leaves_torch_alone() -> None:
     from megatron.core import parallel_state
 
