@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 PREFILL_TOKENS = 8192
 """Tokens of prompts in one forward pass, padding counted; a longer prompt is a pass of its own."""
+POLL_S = 0.05
+"""Between two looks whether weights are whole again."""
 
 
 class Forward:
@@ -85,13 +88,25 @@ class Weights:
     """How often they were written, under a new version or the same."""
     torn: str | None = None
     """Why they are partly new and partly old."""
+    awaited_until: float = 0.0
+    """How long samples wait then for the next sync; as `time.monotonic` counts."""
     gate: Gate = field(default_factory=Gate)
     """Held while the model computes, and while its weights change."""
 
-    def refuse_torn(self) -> None:
-        """WeightSyncError while the weights are incomplete."""
-        if self.torn:
-            raise WeightSyncError(f"the engine's weights are incomplete until the next sync: {self.torn}")
+    @contextmanager
+    def whole(self, is_wanted: Callable[[], bool]) -> Iterator[None]:
+        """The block has the engine for itself, and weights of one version; or nobody wants samples any more.
+
+        After a sync that broke off it waits for the next. Raises WeightSyncError where none comes in time.
+        """
+        while True:
+            with self.gate.passed():
+                if self.torn is None or not is_wanted():
+                    yield
+                    return
+                if time.monotonic() >= self.awaited_until:
+                    raise WeightSyncError(f"the engine's weights are incomplete until the next sync: {self.torn}")
+            time.sleep(POLL_S)
 
 
 @dataclass(frozen=True)
@@ -155,13 +170,12 @@ class Decoding:
     def run(self, is_wanted: Callable[[], bool], ended: Callable[[int], None]) -> list[Sample]:
         """Draw until all samples have ended, or are not wanted any more; `ended` hears how many have.
 
-        Raises WeightSyncError where a sync broke off meanwhile.
+        Raises WeightSyncError where a sync broke off meanwhile, and none has come since.
         """
         for step in range(self._most):
-            with self._weights.gate.passed(), torch.no_grad():
+            with self._weights.whole(is_wanted), torch.no_grad():
                 if not is_wanted():
                     break
-                self._weights.refuse_torn()
                 before = self._is_done.sum()
                 self._record(step, *self._draws(self._logits(step), self._uniforms[:, step]))
                 ended(int(self._is_done.sum() - before))

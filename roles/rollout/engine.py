@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -121,6 +122,8 @@ class EngineThread:
         self._running: dict[str, _Running] = {}
         self._count = 0
         self._fault: BaseException | None = None
+        self._held: tuple[Exception, float] | None = None
+        """While nothing is drawn: what ends the samples that wait, and when; as `time.monotonic` counts."""
         self._lock = threading.Lock()
         ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(build, ready), name="vllm-engine", daemon=True)
@@ -175,6 +178,14 @@ class EngineThread:
         """Count the weights as `version` from here on; for commands that run in the engine's thread."""
         self.version = version
 
+    def hold(self, fault: Exception, seconds: float) -> None:
+        """Draw nothing until `go_on`, and end samples with `fault` that wait longer; in the engine's thread."""
+        self._held = fault, time.monotonic() + seconds
+
+    def go_on(self) -> None:
+        """Draw again; in the engine's thread."""
+        self._held = None
+
     def close(self) -> None:
         """Stop the engine; waiting callers get EngineStoppedError."""
         self._commands.put(None)
@@ -205,7 +216,7 @@ class EngineThread:
         fault: BaseException = EngineStoppedError("it was closed")
         try:
             while self._take_commands(engine):
-                if self._running:
+                if self._running and self._held is None:
                     self._step(engine)
         except BaseException as error:
             fault = error
@@ -217,13 +228,23 @@ class EngineThread:
     def _take_commands(self, engine: LLMEngine) -> bool:
         """Run what is waiting, and wait for a command while there is no sample to draw; False: stop."""
         while True:
+            if self._held is not None and self._running and time.monotonic() >= self._held[1]:
+                self._end_running(engine, self._held[0])
             try:
-                item = self._commands.get(block=not self._running)
+                item = self._next_command()
             except queue.Empty:
-                return True
+                if self._held is None:
+                    return True
+                continue
             if item is None:
                 return False
             item[0](engine)
+
+    def _next_command(self) -> tuple[Callable[[LLMEngine], Any], Future[Any]] | None:
+        """Raises queue.Empty where there is none, and something else to do."""
+        if self._running and self._held is not None:
+            return self._commands.get(timeout=max(0.0, self._held[1] - time.monotonic()))
+        return self._commands.get(block=not self._running)
 
     def _add(self, engine: LLMEngine, call: _Call, requests: Sequence[Request]) -> None:
         checked: tuple[Request, EngineCoreRequest] | None = None
@@ -277,6 +298,12 @@ class EngineThread:
         for running in aborted.values():
             running.call.put(running.index, self._sample(running, "abort"))
         return len(aborted)
+
+    def _end_running(self, engine: LLMEngine, fault: Exception) -> None:
+        ended, self._running = self._running, {}
+        engine.engine_core.abort_requests(list(ended))
+        for call in {id(running.call): running.call for running in ended.values()}.values():
+            call.future.set_exception(fault)
 
     def date_unstarted(self) -> None:
         """After a change of weights: samples without a token yet begin with the weights of now."""

@@ -37,6 +37,8 @@ class HuggingFaceRollout(RolloutRole):
         super().__init__(config, context)
         self._engine = TransformersEngine(config, context)
         self._receiver: WeightReceiver | None = None
+        self._sync_s = 0.0
+        """The longest that a sync may take."""
 
     def setup(self) -> None:
         """Load the model. Raises ConfigError for one that cannot be drawn from here."""
@@ -50,7 +52,6 @@ class HuggingFaceRollout(RolloutRole):
         `sampling.max_tokens` within `max_model_len`; TurnError while the engine is asleep or its weights are dropped.
         """
         self._engine.slumber.refuse_samples()
-        self._engine.weights.refuse_torn()
         return generate(self._engine, prompts, sampling)
 
     @endpoint(lane="control")
@@ -69,6 +70,7 @@ class HuggingFaceRollout(RolloutRole):
         from rolegraph.wire import WeightReceiver
 
         self._leave()
+        self._sync_s = group.timeout_s
         self._receiver = WeightReceiver(group, group.offsets[self.context.rank], device=self.context.device)
 
     @endpoint()
@@ -78,8 +80,8 @@ class HuggingFaceRollout(RolloutRole):
         """See `RolloutRole.receive_weights`. Samples on their way go on with the new weights from their next token on.
 
         Raises WeightSyncError naming the weight that is missing, unknown or misshapen, and TurnError while the weights
-        are asleep. If the transfer broke after the first weights had been loaded, `generate` refuses until a later sync
-        succeeds.
+        are asleep. If the transfer broke after the first weights had been loaded, samples wait for a later sync, as
+        long as one may take, and end with WeightSyncError where none succeeds.
         """
         started = time.monotonic()
         weights = self._engine.weights
@@ -97,7 +99,8 @@ class HuggingFaceRollout(RolloutRole):
                 self._engine.frozen.wait()
             except Exception as error:
                 self._leave()
-                weights.torn = str(error) if is_begun else weights.torn
+                if is_begun:
+                    weights.torn, weights.awaited_until = str(error), time.monotonic() + self._sync_s
                 raise self._fault(error) from error
             weights.torn = None
             weights.version, weights.changes = version, weights.changes + 1

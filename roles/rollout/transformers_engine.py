@@ -105,7 +105,7 @@ class TransformersEngine:
     def draw(self, wanted: Sequence[Drawn], sampling: SamplingParams) -> list[Sample]:
         """The samples, prompt after prompt. Safe to call from several threads; one call computes at a time.
 
-        Raises WeightSyncError where a sync broke off meanwhile, or before.
+        Raises WeightSyncError where a sync broke off meanwhile, or before, and none has come since.
         """
         from roles.rollout.decoding import Decoding, Work
         from roles.rollout.draws import Draws

@@ -36,8 +36,8 @@ class VLLMRollout(RolloutRole):
 
     def __init__(self, config: VLLMRolloutConfig, context: RoleContext) -> None:
         super().__init__(config, context)
-        self._torn: str | None = None
-        """Why the engine's weights are partly new and partly old."""
+        self._sync_s = 0.0
+        """The longest that a sync may take."""
         self._engine = DrawingEngine(config, context)
 
     def setup(self) -> None:
@@ -60,8 +60,6 @@ class VLLMRollout(RolloutRole):
         `sampling.max_tokens` within `max_model_len`; TurnError while the engine is asleep or its weights are dropped.
         """
         self._engine.slumber.refuse_samples()
-        if self._torn:
-            raise WeightSyncError(f"the engine's weights are incomplete until the next sync: {self._torn}")
         return generate(self._engine, prompts, sampling)
 
     @endpoint(lane="control")
@@ -77,6 +75,7 @@ class VLLMRollout(RolloutRole):
     @endpoint()
     def connect_weights(self, group: TransferGroup) -> None:
         """See `RolloutRole.connect_weights`; raises WeightSyncError when a worker cannot join."""
+        self._sync_s = group.timeout_s
         first = group.offsets[self.context.rank]
         self._raise(
             self._engine.thread.call(lambda engine: engine.collective_rpc("stream_connect", args=(group, first)))
@@ -89,8 +88,8 @@ class VLLMRollout(RolloutRole):
         """See `RolloutRole.receive_weights`.
 
         Raises WeightSyncError naming the weight that is missing, unknown or misshapen, and TurnError while the weights
-        are asleep. If the transfer broke after the first weights had been loaded, `generate` refuses until a later sync
-        succeeds.
+        are asleep. If the transfer broke after the first weights had been loaded, samples wait for a later sync, as
+        long as one may take, and end with WeightSyncError where none succeeds.
         """
         started = time.monotonic()
         try:
@@ -109,15 +108,18 @@ class VLLMRollout(RolloutRole):
             faults = [fault for fault, _ in answers]
             if any(faults):
                 whole = all(whole for _, whole in answers) and all(faults)
-                self._torn = self._torn if whole else next(fault for fault in faults if fault)
+                if not whole:
+                    why = next(fault for fault in faults if fault)
+                    torn = WeightSyncError(f"the engine's weights are incomplete until the next sync: {why}")
+                    self._engine.thread.hold(torn, self._sync_s)
                 self._raise(faults)
-            self._torn = None
             self._engine.slumber.filled()
             # Running samples go on with the new weights, from a cache computed anew.
             if not engine.reset_prefix_cache(reset_running_requests=True):
                 raise WeightSyncError("vLLM did not reset its prefix cache")
             self._engine.thread.take_version(version)
             self._engine.thread.date_unstarted()
+            self._engine.thread.go_on()
 
         self._engine.thread.call(receive)
         return time.monotonic() - started

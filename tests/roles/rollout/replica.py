@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.managers import BaseManager
@@ -11,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from rolegraph.batch import Batch
-from rolegraph.interfaces import AdapterInfo, TensorInfo, TransferGroup
+from rolegraph.errors import WeightSyncError
+from rolegraph.interfaces import AdapterInfo, SamplingParams, TensorInfo, TransferGroup
 from rolegraph.role import RoleContext
 from rolegraph.weights import WeightSender, free_port
 from roles.rollout.config import VLLMRolloutConfig
@@ -114,17 +117,62 @@ def ids_of(batch: Batch) -> list[list[int]]:
     return [row.tolist() for row in batch.lists("response_ids")]
 
 
-def logprob_error(folder: str | Path, batch: Any, *, temperature: float, ids: int | None = None) -> float:
-    """Largest difference between the batch's logprobs and those of transformers over the first `ids` ids."""
+def logprob_error(
+    folder: str | Path | Sequence[str], batch: Batch, *, temperature: float, ids: int | None = None
+) -> float:
+    """Largest difference between the batch's logprobs and those of transformers over the first `ids` ids.
+
+    With several models, of each token to the one that comes closest.
+    """
+    folders = [folder] if isinstance(folder, str | Path) else folder
+    found = [_logprob_errors(each, batch, temperature, ids) for each in folders]
+    return max(float(torch.stack(errors).amin(0).max()) for errors in zip(*found, strict=True))
+
+
+def _logprob_errors(folder: str | Path, batch: Batch, temperature: float, ids: int | None) -> list[torch.Tensor]:
+    """Of each row, by token."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    worst = 0.0
+    errors = []
     columns = (batch.lists("prompt_ids"), batch.lists("response_ids"), batch.lists("rollout_logprobs"))
     for prompt, response, logprobs in zip(*columns, strict=True):
         tokens = torch.tensor([[*prompt.tolist(), *response.tolist()]])
         with torch.no_grad():
             logits = model(tokens).logits[0, len(prompt) - 1 : -1, :ids].float() / temperature
         wanted = torch.log_softmax(logits, -1).gather(1, tokens[0, len(prompt) :, None])[:, 0]
-        worst = max(worst, float((wanted - torch.from_numpy(logprobs.copy())).abs().max()))
-    return worst
+        errors.append((wanted - torch.from_numpy(logprobs.copy())).abs())
+    return errors
+
+
+def sits_out_a_broken_sync(role: Any, folders: Sequence[str], fault: str, version: int, ids: int) -> None:
+    """Fails unless samples wait while weights are torn, those that come then too, and none is drawn from such."""
+    tensors = checkpoint_tensors(folders[1])
+    manifest = manifest_of(tensors)
+    long = SamplingParams(n=2, max_tokens=200, ignore_eos=True, seed=1)
+    message = "the gather failed" if fault == "dies" else QKV
+    with ThreadPoolExecutor(2) as pool:
+        begun = pool.submit(role.generate, prompts(2), long)
+        time.sleep(0.1)
+        with pytest.raises(WeightSyncError, match=message):
+            push(role, breaking(tensors, fault), manifest, version)
+        late = pool.submit(role.generate, prompts(), SamplingParams(max_tokens=8, seed=1))
+        time.sleep(0.3)
+        assert not begun.done()
+        assert not late.done()
+        push(role, tensors.items(), manifest, version + 1)
+        over_both, after = begun.result(60), late.result(60)
+    assert set(after.numpy("weight_version")) == set(over_both.numpy("weight_version_last")) == {version + 1}
+    assert logprob_error(folders[1], after, temperature=1.0, ids=ids) < 1e-4
+    assert logprob_error(folders[:2], over_both, temperature=1.0, ids=ids) < 1e-4
+    for model in folders[:2]:
+        assert logprob_error(model, over_both, temperature=1.0, ids=ids) > 1e-2, "drawn from both"
+
+
+def refuses_when_no_sync_comes(role: Any, folders: Sequence[str], version: int) -> None:
+    """Fails unless samples end with the reason after the time that a sync may take."""
+    tensors = checkpoint_tensors(folders[1])
+    with pytest.raises(WeightSyncError, match=QKV):
+        push(role, breaking(tensors, "misshapen"), manifest_of(tensors), version, timeout_s=4.0)
+    with pytest.raises(WeightSyncError, match=f"incomplete until the next sync: .*{QKV}"):
+        role.generate(prompts(), SamplingParams(max_tokens=8))

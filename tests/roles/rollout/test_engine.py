@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,6 +108,50 @@ def test_the_samples_of_a_prompt_are_checked_once_and_keep_their_seeds(fake: Fak
     assert fake.checked == [one, other]
     assert fake.seeds == [5, 6, 7]
     assert params.seed == 0
+    engine.close()
+
+
+def test_held_samples_wait_begun_or_not_until_it_goes_on(fake: FakeEngine) -> None:
+    engine = start(fake)
+    fake.one_step_a_gate = True
+    fake.gate.clear()
+    begun = engine.submit(requests(2))
+    held = threading.Thread(target=engine.call, args=(lambda _: engine.hold(ValueError("torn"), 60),))
+    held.start()
+    fake.gate.set()
+    held.join(10)
+    fake.one_step_a_gate = False
+    fake.gate.set()
+    new = engine.submit(requests(1))
+    steps = engine.call(lambda _: len(fake.batches))
+    time.sleep(0.2)
+    assert engine.call(lambda _: len(fake.batches)) == steps, "commands are run, and nothing is drawn"
+    assert steps < 3
+    assert not begun.done()
+    engine.call(lambda _: engine.go_on())
+    assert [len(sample.token_ids) for sample in [*begun.result(10), *new.result(10)]] == [3, 3, 3]
+    engine.close()
+
+
+def test_samples_that_are_held_too_long_end_with_the_reason(fake: FakeEngine) -> None:
+    engine = start(fake)
+    engine.call(lambda _: engine.hold(ValueError("torn"), 0.2))
+    for count in (2, 1):  # the second waits no more
+        with pytest.raises(ValueError, match="torn"):
+            engine.submit(requests(count)).result(10)
+    assert fake.running == {}
+    assert engine.call(lambda _: engine.running) == 0
+    engine.call(lambda _: engine.go_on())
+    assert len(engine.submit(requests(2)).result(10)) == 2
+    engine.close()
+
+
+def test_held_samples_can_be_aborted(fake: FakeEngine) -> None:
+    engine = start(fake)
+    engine.call(lambda _: engine.hold(ValueError("torn"), 60))
+    waiting = engine.submit(requests(2))
+    assert engine.abort() == 2
+    assert [sample.finish_reason for sample in waiting.result(10)] == ["abort"] * 2
     engine.close()
 
 

@@ -31,7 +31,9 @@ from tests.roles.rollout.replica import (
     logprob_error,
     manifest_of,
     push,
+    refuses_when_no_sync_comes,
     replica,
+    sits_out_a_broken_sync,
 )
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -286,21 +288,12 @@ def test_weights_of_another_model_are_refused_before_any_is_loaded(role: Any, fr
 
 
 @pytest.mark.parametrize("fault", ["misshapen", "missing", "dies"])
-def test_a_sync_that_breaks_half_way_is_named_and_the_next_recovers(
-    role: Any, fresh: int, folders: list[str], fault: str
-) -> None:
-    tensors = checkpoint_tensors(folders[1])
-    manifest = manifest_of(tensors)
+def test_samples_sit_out_a_sync_that_breaks_half_way(role: Any, fresh: int, folders: list[str], fault: str) -> None:
+    sits_out_a_broken_sync(role, folders, fault, 7, TOKENIZER_IDS)
 
-    message = "the gather failed" if fault == "dies" else QKV
-    with pytest.raises(WeightSyncError, match=message):
-        push(role, breaking(tensors, fault), manifest, 7)
-    with pytest.raises(WeightSyncError, match=f"incomplete until the next sync: .*{message}"):
-        role.generate(prompts(), SAMPLING)
-    push(role, tensors.items(), manifest, 8)
-    batch = role.generate(prompts(), SAMPLING)
-    assert logprob_error(folders[1], batch, temperature=0.7, ids=TOKENIZER_IDS) < 1e-4
-    assert set(batch.numpy("weight_version")) == {8}
+
+def test_a_sync_that_breaks_half_way_is_named_when_no_other_comes(role: Any, fresh: int, folders: list[str]) -> None:
+    refuses_when_no_sync_comes(role, folders, 7)
 
 
 def test_an_engine_asleep_refuses_and_wakes_with_the_weights_it_kept(role: Any, fresh: int, folders: list[str]) -> None:
