@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from rolegraph.group import RoleGroup
 from rolegraph.interfaces import RolloutRole
 from rolegraph.recovery import Care, Ranks
@@ -14,8 +16,9 @@ class RunCare(Care):
     """Starts the replicas of a run again, and the ranks of its teachers.
 
     A new engine has the weights of the start. It joins by the trainer's weights of now: alone, beside whatever the
-    others do; or, where roles move off the devices they share, with all engines at rest in the middle of their turn,
-    so that the trainer can be there for the transfer.
+    other engines do, in a turn of the trainer where that has its devices in turn; or, where engines themselves move off
+    the devices they share, with all of them at rest in the middle of their turn, so that the trainer can be there for
+    the transfer.
     """
 
     def __init__(self, max_restarts: int, turns: TurnTaker, telemetry: Telemetry) -> None:
@@ -31,8 +34,11 @@ class RunCare(Care):
         if role != "rollout" or self.sync is None or self.rollout is None:
             return
         if not self.in_turn(role):
-            for rank in ranks:
-                await self.sync.bring(self.rollout.handle, rank)
+            # The trainer may have devices of its own, or share them with others than engines, a teacher say.
+            turn = self._turns.take("sync", PHASES["sync"]) if self.in_turn("train") else nullcontext()
+            async with turn:
+                for rank in ranks:
+                    await self.sync.bring(self.rollout.handle, rank)
             return
         async with self.rollout.drained(), self._turns.interlude("sync", PHASES["sync"]):
             await self.sync.renew()

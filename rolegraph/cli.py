@@ -281,19 +281,24 @@ def _job(args: Namespace, as_typed: Mapping[str, str], checked: RunConfig | None
 
 
 def _complete(argv: list[str]) -> int:
-    """Tab completion: Hydra's, which knows neither of the commands `run` and `plan`."""
+    """Tab completion: Hydra's, which knows none of the commands that take its words."""
+    with_words = ("run", "plan", "eval")
     line = os.environ.get("COMP_LINE")
     if line is not None:
         head, _, rest = line.partition(" ")
         command, _, tail = rest.lstrip().partition(" ")
-        if command in ("run", "plan"):
+        if command == "eval":
+            _, is_behind, tail = tail.lstrip().partition(" ")
+            if not is_behind:
+                return 0  # what is evaluated comes first: a path or a name
+        if command in with_words:
             shortened = f"{head} {tail}"
             point = int(os.environ.get("COMP_POINT", len(line))) - (len(line) - len(shortened))
             os.environ.update(COMP_LINE=shortened, COMP_POINT=str(point))
         elif " " not in rest.lstrip() and not any("install" in word for word in argv):
-            print("\n".join(word for word in ("run", "plan", *COMMANDS) if word.startswith(command)))
+            print("\n".join(word for word in (*with_words, *COMMANDS) if word.startswith(command)))
             return 0
-    return _through_hydra(_parse([word for word in argv if word not in ("run", "plan")]))
+    return _through_hydra(_parse([word for word in argv if word not in with_words]))
 
 
 if __name__ == "__main__":

@@ -68,11 +68,11 @@ async def _living(role: Role, call: Callable[[], Awaitable[object]]) -> None:
     group = group_of(role)
     if is_deserted(role):
         return  # who comes back starts with all its parts on the device, in a turn of the role
-    before = group.alive
+    before = group.reached()  # those that join, too
     try:
         await call()
     except RoleError:
-        if not group.are_replicas or group.alive == before:
+        if not group.are_replicas or group.reached() == before:
             raise
         if not is_deserted(role):
             await call()

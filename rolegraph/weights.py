@@ -122,8 +122,10 @@ class WeightSync:
             alone._patience_s = max(self._timeout_s, _BUSY_S)
             try:
                 await alone.renew()
-            finally:
+            except Exception:
                 await alone.close()
+                raise
+            await alone.close()  # not where it is cancelled: the trainer may be busy for as long as the time-out
 
     async def _transfer_to_the_living(self, version: int) -> None:
         living = await self._living()

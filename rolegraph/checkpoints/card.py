@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rolegraph.config.schema import RunConfig
+    from rolegraph.models.config import ModelConfig
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 """OWNER/NAME, as the hub has models and datasets."""
@@ -60,7 +61,13 @@ def card(run: RunConfig, *, step: int, metrics: Mapping[str, float], adapter: bo
 
 def base_name(run: RunConfig) -> str | None:
     """The base model's name on the hub; null where it is a folder, or was made."""
-    return _on_hub(run.model.path)
+    return _on_hub(_base_model(run).path)
+
+
+def _base_model(run: RunConfig) -> ModelConfig:
+    from rolegraph.config.model_rules import model_of
+
+    return model_of(run, "train")
 
 
 def _header(run: RunConfig, adapter: bool) -> str:
@@ -98,7 +105,7 @@ def _tuned(run: RunConfig) -> bool:
 
 
 def _base(run: RunConfig) -> str:
-    model = run.model
+    model = _base_model(run)
     if model.maker is not None:
         args = ", ".join(f"{key}={value}" for key, value in model.args.items())
         return f"the model that `{model.maker}({args})` makes"

@@ -130,6 +130,7 @@ def alone(run: RunConfig) -> RunConfig:
     given: dict[str, Any] = {
         "ranks": 1,
         "gpus": None,
+        "cpus": None,
         **{f"{axis}_{kind}parallel_size": 1 for axis in _ONE for kind in ("model_", "")},
         "sequence_parallel": None,
         "reference": None,

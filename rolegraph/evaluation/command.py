@@ -34,8 +34,8 @@ Prints a table, and writes results.json and every answer (Parquet) into output_d
 """
 FOR_RUNS = ("checkpoint", "logger", "max_steps", "output_dir", "ray_exp_name", "resume")
 """Keys that have no say where nothing is trained."""
-OF_TRAINING = ("reference", "tuner_type")
-"""Keys of `train` that an evaluation has no use for, beside those of an adapter."""
+OF_TRAINING = ("model", "reference", "tuner_type")
+"""Keys of `train` and `rollout` that an evaluation has no use for, beside those of an adapter."""
 OF_SHARING = ("colocate_groups", "device_groups", "sleep_level")
 """Keys of `placement` about roles of the run, beside those that begin with `offload_`."""
 
@@ -163,7 +163,10 @@ def without_training(
 
 
 def _merged(role: str, node: Any) -> Any:
-    """The node of a role for a model into which the adapter is merged, and which nothing is compared with."""
+    """The node of a role for a model into which the adapter is merged, and which nothing is compared with.
+
+    A model that a run names for one of these is what it began with: the weights of a checkpoint are in its place.
+    """
     if role not in ("rollout", "train") or not isinstance(node, Mapping):
         return node
     return {key: value for key, value in node.items() if key not in OF_TRAINING and "lora" not in key}

@@ -16,6 +16,7 @@ from rolegraph.batch import Batch
 from rolegraph.care import RunCare
 from rolegraph.errors import TurnError
 from rolegraph.interfaces import RolloutRole, SamplingParams, TensorInfo, TransferGroup
+from rolegraph.movers import EngineMover
 from rolegraph.role import endpoint
 from rolegraph.telemetry import Telemetry, read_metrics
 from rolegraph.tenants import Rest, Tenant
@@ -37,9 +38,12 @@ class Engine(RolloutRole):
         self.version = 0
         self.weights: dict[str, torch.Tensor] = {}
         self.receiver: WeightReceiver | None = None
+        self.is_asleep = False
 
     @endpoint(dispatch="queue")
     def generate(self, prompts: Batch, sampling: SamplingParams) -> Batch:
+        if self.is_asleep:
+            raise TurnError("the engine is asleep")
         time.sleep(0.01)
         poison: dict[str, int] = self.colony.config
         for uid in prompts["uid"].to_pylist():
@@ -65,6 +69,14 @@ class Engine(RolloutRole):
     def disconnect_weights(self) -> None:
         if self.receiver is not None:
             self.receiver.close()
+
+    def sleep(self, level: int) -> None:
+        if self.member in self.colony.made[self.colony.ranks :] and self.colony.config.pop("falling asleep", 0):
+            self.member.die()
+        self.is_asleep = True
+
+    def wake_up(self, parts: Parts) -> None:
+        self.is_asleep = False
 
 
 class Moves:
@@ -173,15 +185,16 @@ class MovedTrain(FakeTrain):
         return await super().send_weights(bucket_bytes, adapter=adapter)
 
 
-def sharing(folder: Path, ranks: int = 2) -> tuple[Colony, WeightSync, TurnTaker, list[str]]:
-    """Engines and a trainer that move off devices that they share, and the calls of their movers."""
+def sharing(folder: Path, ranks: int = 2, other: str = "rollout") -> tuple[Colony, WeightSync, TurnTaker, list[str]]:
+    """Engines, a trainer that moves off the devices that it shares with another role, and the calls of their movers."""
     calls: list[str] = []
     tenants = {
         "train": Tenant({"model": Rest.HOST, "optimizer": Rest.HOST}),
+        "teacher": Tenant({"model": Rest.HOST}),
         "rollout": Tenant({"weights": Rest.LOST, "kv_cache": Rest.EMPTY}, is_whole=True),
     }
-    movers = {role: Moves(role, calls) for role in ("train", "rollout")}
-    turns = TurnTaker(Turns([("train", "rollout")], tenants), movers)
+    movers = {role: Moves(role, calls) for role in ("train", other)}
+    turns = TurnTaker(Turns([("train", other)], tenants), movers)
     train = MovedTrain()
     train.mover = movers["train"]
     colony, _, sync = cared_for(folder, ranks, turns, train)
@@ -245,6 +258,70 @@ async def test_where_roles_move_one_that_dies_as_it_joins_is_started_once_more(t
         assert colony.restarts == 2
         assert colony.group.alive == tuple(range(ranks))
         assert all(member.alive for member in colony.group.members)
+    await sync.close()
+
+
+async def test_where_roles_move_one_that_dies_as_it_falls_asleep_leaves_the_others_awake(tmp_path: Path) -> None:
+    """Between its start and its weights it has to rest with the others, while the trainer comes."""
+    colony, sync, turns, _ = sharing(tmp_path)
+    await turns.started("rollout", EngineMover(colony.group.handle, 1))
+    async with turns.take("sync", PHASES["sync"]):
+        await sync.sync()
+    async with turns.take("generate", PHASES["generate"]):
+        colony.config |= {"u3": 1, "falling asleep": 1}
+        assert await drawn(colony, rows=12) == {1}
+        assert "falling asleep" not in colony.config
+        assert (colony.restarts, colony.group.alive) == (2, (0, 1))
+    await sync.close()
+
+
+async def test_a_new_engine_waits_for_a_trainer_that_rests_while_another_role_has_its_devices(tmp_path: Path) -> None:
+    colony, sync, turns, calls = sharing(tmp_path, other="teacher")
+    async with turns.take("sync", PHASES["sync"]):
+        await sync.sync()
+    async with turns.take("teacher", PHASES["teacher"]):
+        colony.config["u3"] = 1
+        assert await drawn(colony) == {1}
+        assert calls[-2:] == ["train away model optimizer", "teacher back model"]
+        await asyncio.sleep(0.3)
+        assert colony.group.is_awaited
+    await everybody(colony)
+    assert await drawn(colony) == {1}
+    assert [engine.version for engine in engines(colony)] == [1, 1]
+    await sync.close()
+
+
+class BusyTrain(FakeTrain):
+    """Is in its steps when it is to send, and leaves no group before their end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_asked, self.is_done = asyncio.Event(), asyncio.Event()
+        self.is_done.set()
+
+    async def send_weights(self, bucket_bytes: int, *, adapter: bool = False) -> Any:
+        if not self.is_done.is_set():
+            self.is_asked.set()
+            await self.is_done.wait()
+        return await super().send_weights(bucket_bytes, adapter=adapter)
+
+    async def disconnect_weights(self) -> Any:
+        if self.is_asked.is_set():
+            await self.is_done.wait()
+        return await super().disconnect_weights()
+
+
+async def test_a_run_that_ends_does_not_wait_for_the_trainer_that_a_new_engine_waits_for(tmp_path: Path) -> None:
+    train = BusyTrain()
+    colony, _, sync = cared_for(tmp_path, train=train)
+    await sync.sync()
+    train.is_done.clear()
+    colony.config["u3"] = 1
+    assert await drawn(colony) == {1}
+    await asyncio.wait_for(train.is_asked.wait(), 10)
+    assert colony.group.recovery is not None
+    await asyncio.wait_for(colony.group.recovery.close(), 2)
+    train.is_done.set()
     await sync.close()
 
 

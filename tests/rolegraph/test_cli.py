@@ -390,6 +390,8 @@ def test_users_folder(user: Folder, runs: list[RunConfig]) -> None:  # noqa: F81
     [
         ("rolegraph ", {"run", "plan"}),
         ("rolegraph pl", {"plan"}),
+        ("rolegraph ev", {"eval"}),
+        ("rolegraph eval outputs/run rollout=", {"rollout=vllm", "rollout=huggingface"}),
         ("rolegraph run algorithm=", {"algorithm=grpo", "algorithm=sft", "algorithm=pt"}),
         ("rolegraph plan algorithm=grpo mode", {"model="}),
     ],

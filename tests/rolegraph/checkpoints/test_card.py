@@ -49,6 +49,14 @@ def test_an_adapter_is_one_of_its_base() -> None:
     assert "| train.lora_rank | 16 |" in merged
 
 
+def test_the_base_is_what_was_trained() -> None:
+    run = load(["algorithm=sft", *HUB, "train.model=Qwen/Qwen3-1.7B"]).run
+    text = card(run, step=1, metrics={})
+    assert header(text)["base_model"] == "Qwen/Qwen3-1.7B"
+    assert "`Qwen/Qwen3-1.7B`" in text
+    assert "0.6B" not in text
+
+
 @pytest.mark.parametrize("path", ["/data/secret/base-7b", "./models/base-7b", "~/models/base-7b"])
 def test_folders_of_this_machine_are_named_by_their_last_part(path: str, tmp_path: Path) -> None:
     run = load(["algorithm=sft", "model=hf", f"model.path={path}", "data=jsonl", f"data.path={tmp_path}/a.jsonl"]).run

@@ -56,6 +56,14 @@ def test_a_checkpoint_is_evaluated_as_its_run_was(tmp_path: Path) -> None:
     assert run.max_steps == 100, "no key of training is left"
 
 
+def test_the_weights_are_those_of_the_checkpoint_whatever_models_roles_began_with(tmp_path: Path) -> None:
+    began = ("rollout.model=/nvme/copy", "train.model=/nvme/other", "eval.sets.held.loss=true")
+    run = of(tmp_path, *EVALUATED, *began).with_model_path("/exported")
+    assert [run.roles[role].config.model for role in ("rollout", "train")] == ["/exported"] * 2
+    typed = of(tmp_path / "typed", *EVALUATED, *began, changed=("rollout.model=/mine",))
+    assert typed.roles["rollout"].config.model == "/mine"
+
+
 def test_values_are_changed_and_sets_added(tmp_path: Path) -> None:
     words = ("eval.sets.arithmetic.n=4", "eval.sets.arithmetic.temperature=1", "rollout.replicas=2")
     run = of(tmp_path, *EVALUATED, changed=words)
