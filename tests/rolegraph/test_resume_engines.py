@@ -49,7 +49,7 @@ def killed_behind(folder: Path, step: int, *words: str) -> list[dict[str, Any]]:
         time.sleep(0.02)
     process.kill()
     process.wait()
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60  # Ray looks after its own once in a while
     while (left := marked(folder.name)) and time.monotonic() < until:
         time.sleep(0.2)
     assert not left, f"still running after their driver was killed: {left}"
