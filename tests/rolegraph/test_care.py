@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -185,8 +187,14 @@ class MovedTrain(FakeTrain):
         return await super().send_weights(bucket_bytes, adapter=adapter)
 
 
-def sharing(folder: Path, ranks: int = 2, other: str = "rollout") -> tuple[Colony, WeightSync, TurnTaker, list[str]]:
-    """Engines, a trainer that moves off the devices that it shares with another role, and the calls of their movers."""
+@asynccontextmanager
+async def sharing(
+    folder: Path, ranks: int = 2, other: str = "rollout", *, sleeps: bool = False
+) -> AsyncIterator[tuple[Colony, WeightSync, TurnTaker, list[str]]]:
+    """Engines, a trainer that moves off the devices that it shares with another role, and the calls of their movers.
+
+    The first sync was made. `sleeps`: engines are moved by calls on them.
+    """
     calls: list[str] = []
     tenants = {
         "train": Tenant({"model": Rest.HOST, "optimizer": Rest.HOST}),
@@ -198,7 +206,12 @@ def sharing(folder: Path, ranks: int = 2, other: str = "rollout") -> tuple[Colon
     train = MovedTrain()
     train.mover = movers["train"]
     colony, _, sync = cared_for(folder, ranks, turns, train)
-    return colony, sync, turns, calls
+    if sleeps:
+        await turns.started("rollout", EngineMover(colony.group.handle, 1))
+    async with turns.take("sync", PHASES["sync"]):
+        await sync.sync()
+    yield colony, sync, turns, calls
+    await sync.close()
 
 
 JOINED = (
@@ -209,86 +222,67 @@ JOINED = (
 
 
 async def test_where_roles_move_all_engines_rest_while_the_trainer_is_there(tmp_path: Path) -> None:
-    colony, sync, turns, calls = sharing(tmp_path)
-    async with turns.take("sync", PHASES["sync"]):
-        await sync.sync()
-    async with turns.take("generate", PHASES["generate"]):
-        calls.clear()
-        colony.config["u3"] = 1
-        assert await drawn(colony, rows=12) == {1}
-        assert colony.group.alive == (0, 1), "a call ends after what was started"
-        assert calls == list(JOINED)
-        assert [engine.version for engine in engines(colony)] == [1, 1]
-    async with turns.take("train", PHASES["train"]):
-        assert calls[-2:] == ["rollout away weights kv_cache", "train back model optimizer"]
-        colony.group.members[1].die()  # type: ignore[attr-defined]
-        await asyncio.sleep(0.1)
-    async with turns.take("sync", PHASES["sync"]):
-        await sync.sync()
-        assert colony.restarts == 1, "nobody is started while others have the devices"
-    async with turns.take("generate", PHASES["generate"]):
-        assert await drawn(colony, rows=4) == {2}
-        assert (colony.restarts, colony.group.alive) == (2, (0, 1))
-    await sync.close()
+    async with sharing(tmp_path) as (colony, sync, turns, calls):
+        async with turns.take("generate", PHASES["generate"]):
+            calls.clear()
+            colony.config["u3"] = 1
+            assert await drawn(colony, rows=12) == {1}
+            assert colony.group.alive == (0, 1), "a call ends after what was started"
+            assert calls == list(JOINED)
+            assert [engine.version for engine in engines(colony)] == [1, 1]
+        async with turns.take("train", PHASES["train"]):
+            assert calls[-2:] == ["rollout away weights kv_cache", "train back model optimizer"]
+            colony.group.members[1].die()  # type: ignore[attr-defined]
+            await asyncio.sleep(0.1)
+        async with turns.take("sync", PHASES["sync"]):
+            await sync.sync()
+            assert colony.restarts == 1, "nobody is started while others have the devices"
+        async with turns.take("generate", PHASES["generate"]):
+            assert await drawn(colony, rows=4) == {2}
+            assert (colony.restarts, colony.group.alive) == (2, (0, 1))
 
 
 async def test_where_roles_move_engines_that_die_together_join_one_after_another(tmp_path: Path) -> None:
     """As a row that takes down an engine, and then the one that gets it next."""
-    colony, sync, turns, calls = sharing(tmp_path)
-    async with turns.take("sync", PHASES["sync"]):
-        await sync.sync()
-    async with turns.take("generate", PHASES["generate"]):
+    async with sharing(tmp_path) as (colony, _, turns, calls), turns.take("generate", PHASES["generate"]):
         calls.clear()
         colony.config["u3"] = 2
         assert await drawn(colony, rows=12) == {1}
         assert (colony.restarts, colony.group.alive) == (2, (0, 1))
         assert calls == [*JOINED, *JOINED]
         assert [engine.version for engine in engines(colony)] == [1, 1]
-    await sync.close()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 async def test_where_roles_move_one_that_dies_as_it_joins_is_started_once_more(tmp_path: Path, ranks: int) -> None:
-    colony, sync, turns, _ = sharing(tmp_path, ranks)
-    async with turns.take("sync", PHASES["sync"]):
-        await sync.sync()
-    async with turns.take("generate", PHASES["generate"]):
+    async with sharing(tmp_path, ranks) as (colony, _, turns, _), turns.take("generate", PHASES["generate"]):
         colony.config |= {"u3": 1, "receiving": 1}
         assert await drawn(colony, rows=12) == {1}
         assert colony.restarts == 2
         assert colony.group.alive == tuple(range(ranks))
         assert all(member.alive for member in colony.group.members)
-    await sync.close()
 
 
 async def test_where_roles_move_one_that_dies_as_it_falls_asleep_leaves_the_others_awake(tmp_path: Path) -> None:
     """Between its start and its weights it has to rest with the others, while the trainer comes."""
-    colony, sync, turns, _ = sharing(tmp_path)
-    await turns.started("rollout", EngineMover(colony.group.handle, 1))
-    async with turns.take("sync", PHASES["sync"]):
-        await sync.sync()
-    async with turns.take("generate", PHASES["generate"]):
+    async with sharing(tmp_path, sleeps=True) as (colony, _, turns, _), turns.take("generate", PHASES["generate"]):
         colony.config |= {"u3": 1, "falling asleep": 1}
         assert await drawn(colony, rows=12) == {1}
         assert "falling asleep" not in colony.config
         assert (colony.restarts, colony.group.alive) == (2, (0, 1))
-    await sync.close()
 
 
 async def test_a_new_engine_waits_for_a_trainer_that_rests_while_another_role_has_its_devices(tmp_path: Path) -> None:
-    colony, sync, turns, calls = sharing(tmp_path, other="teacher")
-    async with turns.take("sync", PHASES["sync"]):
-        await sync.sync()
-    async with turns.take("teacher", PHASES["teacher"]):
-        colony.config["u3"] = 1
+    async with sharing(tmp_path, other="teacher") as (colony, _, turns, calls):
+        async with turns.take("teacher", PHASES["teacher"]):
+            colony.config["u3"] = 1
+            assert await drawn(colony) == {1}
+            assert calls[-2:] == ["train away model optimizer", "teacher back model"]
+            await asyncio.sleep(0.3)
+            assert colony.group.is_awaited
+        await everybody(colony)
         assert await drawn(colony) == {1}
-        assert calls[-2:] == ["train away model optimizer", "teacher back model"]
-        await asyncio.sleep(0.3)
-        assert colony.group.is_awaited
-    await everybody(colony)
-    assert await drawn(colony) == {1}
-    assert [engine.version for engine in engines(colony)] == [1, 1]
-    await sync.close()
+        assert [engine.version for engine in engines(colony)] == [1, 1]
 
 
 class BusyTrain(FakeTrain):
