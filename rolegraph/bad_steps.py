@@ -39,9 +39,11 @@ class BadSteps(Hook):
         telemetry = algorithm.job.telemetry
         for fault in self._files.faults():
             telemetry.event(f"rows of a bad step were not saved: {fault}")
-        if not step.metrics.get("skipped", True):
+        skipped = step.metrics.get("skipped")
+        if skipped is None:
+            return {}  # nothing was left to train on
+        if not skipped:
             self.in_a_row = 0
-        if not step.metrics.get("skipped"):  # where the metrics lack it, nothing was left to train on
             return {}
         self.in_a_row += 1
         self.total += 1

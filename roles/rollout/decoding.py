@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rolegraph.errors import WeightSyncError
 from roles.rollout.engine import Sample
+from roles.rollout.manifest import incomplete
 
 if TYPE_CHECKING:
     from roles.rollout.draws import Draws
@@ -105,7 +105,7 @@ class Weights:
                     yield
                     return
                 if time.monotonic() >= self.awaited_until:
-                    raise WeightSyncError(f"the engine's weights are incomplete until the next sync: {self.torn}")
+                    raise incomplete(self.torn)
             time.sleep(POLL_S)
 
 

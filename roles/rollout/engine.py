@@ -216,8 +216,7 @@ class EngineThread:
         fault: BaseException = EngineStoppedError("it was closed")
         try:
             while self._take_commands(engine):
-                if self._running and self._held is None:
-                    self._step(engine)
+                self._step(engine)
         except BaseException as error:
             fault = error
         self._fail_everybody(fault)
@@ -226,7 +225,7 @@ class EngineThread:
             shutdown()
 
     def _take_commands(self, engine: LLMEngine) -> bool:
-        """Run what is waiting, and wait for a command while there is no sample to draw; False: stop."""
+        """Run what is waiting, and wait for a command while there is no sample to draw; False: stop, else draw."""
         while True:
             if self._held is not None and self._running and time.monotonic() >= self._held[1]:
                 self._end_running(engine, self._held[0])

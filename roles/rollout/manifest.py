@@ -8,6 +8,11 @@ from rolegraph.errors import WeightSyncError
 from rolegraph.interfaces import AdapterInfo, TensorInfo
 
 
+def incomplete(fault: str) -> WeightSyncError:
+    """What samples end with that no sync makes whole weights for, after one that broke off by `fault`."""
+    return WeightSyncError(f"the engine's weights are incomplete until the next sync: {fault}")
+
+
 def check_manifest(
     manifest: Sequence[TensorInfo], weights: Mapping[str, tuple[int, ...]], *, optional: Collection[str] = ()
 ) -> None:

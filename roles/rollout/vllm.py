@@ -16,7 +16,7 @@ from roles.rollout import arguments
 from roles.rollout.adapters import request
 from roles.rollout.config import VLLMRolloutConfig
 from roles.rollout.drawing import DrawingEngine, generate
-from roles.rollout.manifest import check_adapter, check_manifest
+from roles.rollout.manifest import check_adapter, check_manifest, incomplete
 
 if TYPE_CHECKING:
     from vllm import LLMEngine
@@ -109,9 +109,8 @@ class VLLMRollout(RolloutRole):
             if any(faults):
                 whole = all(whole for _, whole in answers) and all(faults)
                 if not whole:
-                    why = next(fault for fault in faults if fault)
-                    torn = WeightSyncError(f"the engine's weights are incomplete until the next sync: {why}")
-                    self._engine.thread.hold(torn, self._sync_s)
+                    torn = next(fault for fault in faults if fault)
+                    self._engine.thread.hold(incomplete(torn), self._sync_s)
                 self._raise(faults)
             self._engine.slumber.filled()
             # Running samples go on with the new weights, from a cache computed anew.
