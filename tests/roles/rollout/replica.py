@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing.managers import BaseManager
 from pathlib import Path
 from typing import Any
@@ -145,15 +146,23 @@ def _logprob_errors(folder: str | Path, batch: Batch, temperature: float, ids: i
     return errors
 
 
+def some_tokens_s(role: Any, batch: Batch, sampling: SamplingParams) -> float:
+    """How long this engine takes now for the first eight tokens of what is going to be drawn."""
+    started = time.monotonic()
+    role.generate(batch, replace(sampling, max_tokens=8))
+    return time.monotonic() - started
+
+
 def sits_out_a_broken_sync(role: Any, folders: Sequence[str], fault: str, version: int, ids: int) -> None:
     """Fails unless samples wait while weights are torn, those that come then too, and none is drawn from such."""
     tensors = checkpoint_tensors(folders[1])
     manifest = manifest_of(tensors)
     long = SamplingParams(n=2, max_tokens=200, ignore_eos=True, seed=1)
     message = "the gather failed" if fault == "dies" else QKV
+    begins_s = some_tokens_s(role, prompts(2), long)
     with ThreadPoolExecutor(2) as pool:
         begun = pool.submit(role.generate, prompts(2), long)
-        time.sleep(0.1)
+        time.sleep(begins_s)
         with pytest.raises(WeightSyncError, match=message):
             push(role, breaking(tensors, fault), manifest, version)
         late = pool.submit(role.generate, prompts(), SamplingParams(max_tokens=8, seed=1))

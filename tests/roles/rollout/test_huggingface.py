@@ -34,6 +34,7 @@ from tests.roles.rollout.replica import (  # noqa: E402
     push,
     refuses_when_no_sync_comes,
     sits_out_a_broken_sync,
+    some_tokens_s,
 )
 
 pytestmark = pytest.mark.engine
@@ -236,10 +237,11 @@ def test_a_sync_in_the_middle_of_a_generation_changes_the_tokens_that_follow(
 ) -> None:
     """Also under the version it had: what a replica gets when another was started again can be newer."""
     tensors = checkpoint_tensors(folders[1])
+    long = SamplingParams(n=2, max_tokens=220, ignore_eos=True, seed=1)
+    begins_s = some_tokens_s(role, prompts(2), long)
     with ThreadPoolExecutor(1) as pool:
-        long = SamplingParams(n=2, max_tokens=220, ignore_eos=True, seed=1)
         generating = pool.submit(role.generate, prompts(2), long)
-        time.sleep(0.1)
+        time.sleep(begins_s)
         push(role, tensors.items(), manifest_of(tensors), version)
         batch = generating.result(60)
     assert set(batch.numpy("weight_version")) == {100}

@@ -34,6 +34,7 @@ from tests.roles.rollout.replica import (
     refuses_when_no_sync_comes,
     replica,
     sits_out_a_broken_sync,
+    some_tokens_s,
 )
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -258,10 +259,11 @@ def test_a_sync_changes_the_weights_and_forgets_cached_prompts(role: Any, fresh:
 
 def test_a_sync_in_the_middle_of_a_generation_dates_its_rows(role: Any, fresh: int, folders: list[str]) -> None:
     tensors = checkpoint_tensors(folders[1])
+    long = SamplingParams(n=15, max_tokens=200, ignore_eos=True, seed=1)
+    begins_s = some_tokens_s(role, prompts(2, length=30), long)
     with ThreadPoolExecutor(1) as pool:
-        long = SamplingParams(n=15, max_tokens=200, ignore_eos=True, seed=1)
         running = pool.submit(role.generate, prompts(2, length=30), long)
-        time.sleep(0.1)
+        time.sleep(begins_s)
         push(role, tensors.items(), manifest_of(tensors), fresh + 1)
         batch = running.result(60)
     assert set(batch.numpy("weight_version")) == {fresh}
